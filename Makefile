@@ -1,0 +1,48 @@
+# Copyright 2026 The ATMA team.
+# Licensed under the Apache License, Version 2.0; see the file LICENSE.
+
+PYTHON ?= python3
+WORKERS ?= 2
+
+TORCH := torch==2.13.0
+NEWEST := transformers==5.24.0
+OLDEST := transformers==5.17.0
+
+NEWEST_PYTHON := .venv/bin/python
+OLDEST_PYTHON := .venv-oldest/bin/python
+
+# One thread for each of the workers: the tests are many small tensors.
+PYTEST := -m pytest -q -n $(WORKERS)
+test: export OMP_NUM_THREADS := 1
+
+.PHONY: help venv quickstart test lint clean
+.DEFAULT_GOAL := help
+
+help:  ## Show these targets
+	@grep -hE '^[a-z]+: .*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 20
+
+venv: .venv/.installed  ## Make .venv: torch, Transformers and this package, editable
+
+quickstart: .venv/.installed  ## Train a small ATMA on real text, save, load it elsewhere, generate, plot
+	$(NEWEST_PYTHON) scripts/quickstart.py
+
+test: .venv/.installed .venv-oldest/.installed  ## Run all tests, and the smoke tests on the oldest Transformers
+	$(NEWEST_PYTHON) $(PYTEST)
+	$(OLDEST_PYTHON) $(PYTEST) -m smoke
+
+lint: .venv/.installed  ## Check the style of the code
+	$(NEWEST_PYTHON) -m ruff check .
+	$(NEWEST_PYTHON) -m ruff format --check .
+
+clean:  ## Remove the environments, caches and runs
+	rm -rf .venv .venv-oldest .pytest_cache .ruff_cache build dist runs *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.venv/.installed: VERSION := $(NEWEST)
+.venv-oldest/.installed: VERSION := $(OLDEST)
+
+.venv/.installed .venv-oldest/.installed: setup.py pyproject.toml Makefile
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet '$(TORCH)'
+	$(@D)/bin/python -m pip install --quiet -e '.[train,peft,test]' '$(VERSION)'
+	touch $@

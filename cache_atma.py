@@ -1,0 +1,682 @@
+# Copyright 2026 The ATMA team.
+# Licensed under the Apache License, Version 2.0; see the file LICENSE.
+"""
+The cache of ATMA: paged keys and values, convolution windows and memory states that can be put back
+exactly.
+
+One `AtmaCache` holds the state of all layers for a batch of rows. Which pages belong to which row,
+and how many real tokens a row has seen, is shared by all layers (paging_atma); how recurrent states
+go back is in rollback_atma. Padding is never stored.
+"""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from transformers.cache_utils import Cache, DynamicCache
+
+from .kernels.gated_delta import gated_delta
+from .kernels.pages import gather_pages, write_pages
+from .kernels.short_convolution import shift_window
+from .paging_atma import PagedRows, PagePool, mark_static
+from .rollback_atma import Recording, RollbackState
+
+
+class AtmaConvLayer:
+    """
+    State of a convolution layer: the last `kernel_size - 1` inputs of the convolution, oldest
+    first.
+    """
+
+    is_sliding = False
+    supports_early_init = False
+
+    def __init__(self, cache: "AtmaCache", layer_idx: int, kernel_size: int):
+        self.layer_idx = layer_idx
+        self.kernel_size = kernel_size
+        self.max_length = cache.max_length
+        self.recording = cache.recording
+        self.rows = cache.rows
+        self.conv = RollbackState(_advance_window, self.recording)
+
+    @property
+    def states(self) -> dict[str, RollbackState]:
+        """The recurrent states by the names under which they are saved."""
+        return {"conv_state": self.conv}
+
+    @property
+    def conv_state(self) -> torch.Tensor | None:
+        """`[B, kernel_size - 1, channels]`, or `None` before the first token."""
+        return self.conv.current
+
+    def update_conv(self, inputs: torch.Tensor, lengths: torch.Tensor | None) -> None:
+        """
+        Moves the window over the convolution inputs `[B, T, channels]`, of which the first
+        `lengths` are real.
+        """
+        self.conv.remember()
+        window = self.conv.current
+        if window is None:
+            window = inputs.new_zeros(inputs.shape[0], self.kernel_size - 1, inputs.shape[2])
+        new = shift_window(window, inputs.detach(), lengths)
+        self.conv.commit(new, (inputs,), static=self.max_length is not None)
+
+    @property
+    def record_past(self) -> bool:
+        return self.recording.active
+
+    @record_past.setter
+    def record_past(self, value: bool) -> None:
+        self.recording.active = value
+
+    @property
+    def is_compileable(self) -> bool:
+        return self.max_length is not None and not self.recording.active
+
+    @property
+    def is_croppable(self) -> bool:
+        return self.recording.active
+
+    @property
+    def is_initialized(self) -> bool:
+        return self.conv.current is not None
+
+    def get_seq_length(self) -> int | torch.Tensor:
+        return self.rows.padded_length
+
+    def get_max_length(self) -> int:
+        return -1 if self.max_length is None else self.max_length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int | torch.Tensor, int]:
+        if self.max_length is not None:
+            return self.max_length, 0
+        return self.rows.padded_length + query_length, 0
+
+
+class AtmaHybridLayer(AtmaConvLayer):
+    """
+    State of a hybrid layer: paged keys and values, the window of canon inputs (query, key and value
+    side by side in the channels) and the memory state `[B, H, D, D]` in fp32.
+    """
+
+    def __init__(self, cache: "AtmaCache", layer_idx: int, config):
+        super().__init__(cache, layer_idx, config.canon_kernel_size)
+        retention_bias = float(config.memory_retention_bias)
+        write_bias = float(config.memory_write_bias)
+        max_half_life, backend = config.memory_max_half_life, config.kernel_backend
+
+        def advance(state, inputs, lengths):
+            key, value, retention_logits, write_logits = inputs
+            heads = retention_logits.shape[2]
+            # The read is not wanted here, so any query will do: the keys, of the right number of
+            # heads.
+            query = key.repeat_interleave(heads // key.shape[2], dim=2)
+            return gated_delta(
+                query,
+                key,
+                value,
+                retention_logits,
+                write_logits,
+                retention_bias=retention_bias,
+                write_bias=write_bias,
+                max_half_life=max_half_life,
+                initial_state=state,
+                lengths=lengths,
+                output_final_state=True,
+                backend=backend,
+            )[1]
+
+        self.memory = RollbackState(advance, self.recording)
+        # Keys and values of a learned prefix, `[B, S, G, D]`, for the one call whose gradient must
+        # reach them.
+        self.live_prefix: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @property
+    def states(self) -> dict[str, RollbackState]:
+        return {"conv_state": self.conv, "memory_state": self.memory}
+
+    @property
+    def memory_state(self) -> torch.Tensor | None:
+        """`[B, H, D, D]` in fp32 (value dimension first), or `None` before the first token."""
+        return self.memory.current
+
+    @property
+    def is_initialized(self) -> bool:
+        return self.layer_idx in self.rows.pool.slabs
+
+    def write(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        start: torch.Tensor,
+        lengths: torch.Tensor | None,
+    ) -> None:
+        """
+        Stores `key` and `value` `[B, T, G, D]` from position `start` `[B]` on; the first `lengths`
+        are real.
+        """
+        key, value = key.detach(), value.detach()
+        table = self.rows.page_table.to(key.device)
+        slabs = self.rows.pool.layer_slabs(self.layer_idx, key)
+        for pool, new in zip(slabs, (key, value), strict=True):
+            write_pages(pool, table, new.to(pool[0].dtype), start, lengths)
+
+    def slabs(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        return self.rows.pool.layer_slabs(self.layer_idx)
+
+    def past(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """
+        Keys and values of the stored positions, `[B, S, G, D]` with S the columns seen, rounded up
+        to pages; a learned prefix comes with its gradient.
+        """
+        if self.live_prefix is not None:
+            return self.live_prefix
+        keys, values = self.slabs()
+        table = self.rows.visible_pages(0).to(keys[0].device)
+        return gather_pages(keys, table), gather_pages(values, table)
+
+
+class AtmaCache(Cache):
+    """
+    The cache of an ATMA model. `generate()` makes one by itself.
+
+    Args:
+        config (`AtmaConfig`): the model's configuration.
+        max_length (`int`, *optional*): fixed capacity in tokens, padding included, with fixed
+            addresses, for compiled
+            decoding (`cache_implementation="static"`). `None` grows by pages.
+        expected_length (`int`, *optional*): how many tokens to make room for at the first call of a
+            growing cache.
+        page_size (`int`, defaults to 64): tokens in a page.
+        record_limit (`int`, defaults to 128): while past is recorded, at least this many of the
+            latest real tokens of each row can be dropped by `crop`.
+
+    A batch has B rows. Rows hold their real tokens only; `get_seq_length()` counts columns, padding
+    included, as `generate()` needs it. The cache stores values, not graphs: gradients do not flow
+    into earlier calls.
+    """
+
+    def __init__(
+        self,
+        config,
+        max_length: int | None = None,
+        expected_length: int | None = None,
+        page_size: int = 64,
+        record_limit: int = 128,
+    ):
+        if max_length is not None and max_length < 1:
+            raise ValueError(f"max_length must be at least 1 token, got {max_length}.")
+        if page_size < 1 or record_limit < 1:
+            raise ValueError(
+                f"page_size and record_limit must be at least 1, got {page_size} and "
+                f"{record_limit}."
+            )
+        self.config = config
+        self.max_length = max_length
+        self.page_size = page_size
+        self.recording = Recording(record_limit)
+        self.rows = PagedRows(PagePool(page_size), max_length, expected_length)
+        super().__init__(
+            layers=[
+                AtmaHybridLayer(self, i, config)
+                if kind == "hybrid"
+                else AtmaConvLayer(self, i, config.conv_kernel_size)
+                for i, kind in enumerate(config.layer_types)
+            ]
+        )
+
+    # What the model calls, in the order of a forward pass.
+
+    def prepare(self, batch_size: int, num_tokens: int, device: torch.device) -> None:
+        """
+        Makes room for `num_tokens` more columns. Raises `ValueError` for another batch size or a
+        full cache.
+        """
+        self.rows.prepare(batch_size, num_tokens, device)
+
+    def advance(
+        self, num_tokens: int, mask: torch.Tensor | None, lengths: torch.Tensor | None
+    ) -> None:
+        """
+        Counts the columns of a call after all layers have stored them. `mask` `[B, T]` says which
+        are real, in the caller's order, and `lengths` `[B]` how many.
+        """
+        self.rows.advance(num_tokens, lengths)
+        for layer in self.layers:
+            if isinstance(layer, AtmaHybridLayer):
+                layer.live_prefix = None
+        recording = self.recording
+        if not recording.active:
+            return
+        added = torch.full_like(self.rows.lengths, num_tokens) if lengths is None else lengths
+        recording.extend(num_tokens, mask, added.to(self.rows.lengths))
+        if recording.width > 2 * recording.limit:
+            dropped = (recording.counts - recording.limit).clamp(min=0)
+            for state in self._states():
+                state.fold(dropped, recording.limit)
+            recording.counts = recording.counts - dropped
+            recording.width = recording.limit
+            self._forget_old_columns()
+
+    def _forget_old_columns(self) -> None:
+        """Keeps the masks of as many calls as may hold the recorded tokens of every row."""
+        columns, kept = self.recording.columns, []
+        found = torch.zeros_like(self.recording.counts)
+        while columns and bool((found < self.recording.counts).any()):
+            width, mask = columns.pop()
+            kept.insert(0, (width, mask))
+            found += width if mask is None else mask.sum(1).to(found)
+        self.recording.columns = kept
+
+    # Lengths and sizes, as Transformers asks for them.
+
+    @property
+    def has_content(self) -> bool:
+        """Whether any column was stored. Known on the host."""
+        return self.rows.has_content
+
+    @property
+    def lengths(self) -> torch.Tensor | None:
+        """Number of real tokens of each row, `[B]`, or `None` before the first call."""
+        return self.rows.lengths
+
+    def get_seq_length(self, layer_idx: int = 0) -> int | torch.Tensor:
+        """Number of columns seen, padding included."""
+        return self.rows.padded_length
+
+    def get_query_offset(self, layer_idx: int = 0) -> int | torch.Tensor:
+        return self.rows.padded_length
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """Capacity in tokens, or -1 for a cache that grows."""
+        return -1 if self.max_length is None else self.max_length
+
+    def get_max_cache_shape(self, layer_idx: int = 0) -> int:
+        return self.get_max_length()
+
+    @property
+    def max_cache_len(self) -> int:
+        return self.get_max_length()
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0):
+        return self.layers[layer_idx].get_mask_sizes(query_length)
+
+    @property
+    def batch_size(self) -> int:
+        return -1 if self.rows.batch_size is None else self.rows.batch_size
+
+    @property
+    def max_batch_size(self) -> int:
+        return self.batch_size
+
+    @property
+    def is_initialized(self) -> bool:
+        return self.has_content
+
+    @property
+    def is_compileable(self) -> bool:
+        return self.max_length is not None and not self.recording.active
+
+    @property
+    def is_croppable(self) -> bool:
+        return self.recording.active
+
+    def is_recording_past(self, layer_idx: int = 0) -> bool:
+        return self.recording.active
+
+    def has_previous_state(
+        self, layer_idx: int | None = None, state_idx: int | None = None
+    ) -> bool:
+        return self.has_content
+
+    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+        raise NotImplementedError(
+            "AtmaCache is filled by ATMA's own layers only: update() of another model's attention "
+            "cannot be honoured."
+        )
+
+    # Rows: beams, several sequences, selections.
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """
+        Continues row `beam_idx[i]` as row `i`. Full pages are shared, the last page and the states
+        are copied.
+        """
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeats every row `repeats` times, one after the other."""
+        if self.rows.lengths is not None:
+            index = torch.arange(self.batch_size, device=self.rows.lengths.device)
+            self.batch_select_indices(index.repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keeps the rows `indices` (a mask or ids), in that order; rows may repeat."""
+        if self.rows.lengths is None:
+            return
+        if indices.dtype == torch.bool:
+            indices = indices.nonzero()[:, 0]
+        indices = indices.to(device=self.rows.lengths.device, dtype=torch.int64)
+        same_size = indices.shape[0] == self.batch_size
+        if self.max_length is None:
+            old = self.rows
+            self._use_rows(old.take(indices.tolist(), hand_over=True))
+            old.free()
+        else:
+            self._select_fixed(indices, same_size)
+        for state in self._states():
+            state.select(indices, in_place=self.max_length is not None and same_size)
+        recording = self.recording
+        if recording.counts is not None:
+            recording.counts = recording.counts[indices]
+            recording.columns = [
+                (width, None if mask is None else mask[indices.to(mask.device)])
+                for width, mask in recording.columns
+            ]
+
+    def _select_fixed(self, indices: torch.Tensor, same_size: bool) -> None:
+        """
+        Fixed capacity: every row owns its pages, so the rows' pages are copied, in place where the
+        batch stays.
+        """
+        old = self.rows
+        content = {}
+        for layer_idx in old.pool.slabs:
+            content[layer_idx] = []
+            for slabs in old.pool.layer_slabs(layer_idx):
+                ids = old.page_table.to(slabs[0].device)[indices.to(slabs[0].device)]
+                content[layer_idx].append(gather_pages(slabs, ids))
+        lengths = old.lengths[indices]
+        if same_size:
+            old.lengths.copy_(lengths)
+        else:
+            rows = PagedRows(PagePool(self.page_size), self.max_length, None)
+            rows.prepare(indices.shape[0], 0, old.lengths.device)
+            rows.lengths.copy_(lengths)
+            rows.padded_length.copy_(old.padded_length)
+            rows.has_content = old.has_content
+            self._use_rows(rows)
+        start = torch.zeros_like(lengths)
+        for layer_idx, (keys, values) in content.items():
+            layer = self.layers[layer_idx]
+            layer.write(keys, values, start.to(keys.device), None)
+
+    def _use_rows(self, rows: PagedRows) -> None:
+        self.rows = rows
+        for layer in self.layers:
+            layer.rows = rows
+
+    def _states(self) -> list[RollbackState]:
+        return [state for layer in self.layers for state in layer.states.values()]
+
+    # Going back, copies, files.
+
+    def activate_past_recording(self) -> None:
+        """
+        From now on keep what `crop` needs to drop the latest tokens exactly, recurrent state
+        included.
+        """
+        self.recording.active = True
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """
+        Drops the last `-tokens_to_remove` columns; afterwards the cache is as if they had never
+        been fed. `crop(0)` drops nothing and forgets what was recorded. A positive number is the
+        number of columns to keep.
+
+        Raises `RuntimeError`, before anything changes, if past was not recorded
+        (`activate_past_recording()`) or if the tokens to drop go back further than what was
+        recorded.
+        """
+        if tokens_to_remove > 0:
+            num_tokens = max(int(self.rows.padded_length) - tokens_to_remove, 0)
+        else:
+            num_tokens = -tokens_to_remove
+        recording = self.recording
+        if not recording.active and num_tokens:
+            raise RuntimeError(
+                "crop needs the recurrent states before the dropped tokens: call "
+                "activate_past_recording() on the cache "
+                "before feeding tokens that may have to be dropped, or keep a fork() of it."
+            )
+        if num_tokens:
+            if recording.counts is None:
+                raise RuntimeError(
+                    f"crop was asked to drop {num_tokens} tokens, but none were fed since "
+                    "activate_past_recording()."
+                )
+            dropped = recording.real_tokens(num_tokens)
+            if bool((dropped > recording.counts).any()):
+                raise RuntimeError(
+                    f"crop was asked to drop {num_tokens} tokens, more than were recorded: make "
+                    "the cache with a larger "
+                    f"record_limit (now {recording.limit}), or keep a fork() of it."
+                )
+            kept = recording.counts - dropped
+            for state in self._states():
+                state.put_back(kept)
+            recording.counts = kept
+            recording.forget(num_tokens)
+            self.rows.drop(num_tokens, dropped)
+        elif tokens_to_remove == 0:
+            for state in self._states():
+                state.forget()
+            recording.clear()
+
+    def reset(self) -> None:
+        """Forgets all tokens and keeps the storage."""
+        for state in self._states():
+            state.zero()
+        self.recording.clear()
+        rows = self.rows
+        if rows.lengths is not None:
+            rows.lengths = rows.lengths.zero_()
+            rows.padded_length = 0 if self.max_length is None else rows.padded_length.zero_()
+        rows.has_content = False
+
+    def fork(self) -> "AtmaCache":
+        """
+        An independent copy that continues from here. Full pages are shared, so a prompt prefix is
+        stored once however many continuations it has; the last page and the recurrent states are
+        copied. (A cache of fixed capacity is copied whole.)
+        """
+        other = AtmaCache(self.config, self.max_length, None, self.page_size, self.recording.limit)
+        if self.rows.lengths is None:
+            return other
+        if self.max_length is None:
+            other._use_rows(self.rows.take(list(range(self.batch_size)), hand_over=False))
+        else:
+            other.rows.prepare(self.batch_size, 0, self.rows.lengths.device)
+            other.rows.lengths.copy_(self.rows.lengths)
+            other.rows.padded_length.copy_(self.rows.padded_length)
+            other.rows.has_content = self.rows.has_content
+            for layer_idx in self.rows.pool.slabs:
+                keys, values = self.layers[layer_idx].past()
+                start = torch.zeros_like(self.rows.lengths).to(keys.device)
+                other.layers[layer_idx].write(keys, values, start, None)
+        other.recording.active = self.recording.active
+        other.recording.columns = list(self.recording.columns)
+        other.recording.width = self.recording.width
+        other.recording.counts = self.recording.counts
+        for mine, theirs in zip(self._states(), other._states(), strict=True):
+            theirs.copy_from(mine)
+        return other
+
+    def _export(self) -> tuple[dict, dict[str, torch.Tensor]]:
+        """Everything but what was recorded for `crop`, as plain metadata and named tensors."""
+        rows = self.rows
+        metadata = {
+            "format": "atma-cache-1",
+            "layer_types": [
+                "hybrid" if isinstance(x, AtmaHybridLayer) else "conv" for x in self.layers
+            ],
+            "page_size": self.page_size,
+            "max_length": self.max_length,
+            "record_limit": self.recording.limit,
+            "padded_length": int(rows.padded_length),
+            "initialized": rows.lengths is not None,
+        }
+        tensors = {}
+        if rows.lengths is None:
+            return metadata, tensors
+        used = sorted({page for pages in rows.pages for page in pages})
+        number = {page: i for i, page in enumerate(used)}
+        tensors["lengths"] = rows.lengths.clone()
+        tensors["page_table"] = torch.tensor(
+            [[number[page] for page in pages] for pages in rows.pages], dtype=torch.int32
+        )
+        for i, layer in enumerate(self.layers):
+            if i in rows.pool.slabs:
+                for name, slabs in zip(("keys", "values"), layer.slabs(), strict=True):
+                    tensors[f"layers.{i}.{name}"] = rows.pool.read(slabs, used)
+            for name, state in layer.states.items():
+                if state.current is not None:
+                    tensors[f"layers.{i}.{name}"] = state.current.clone()
+        return metadata, tensors
+
+    @classmethod
+    def _import(
+        cls, config, metadata: dict, tensors: dict[str, torch.Tensor], device=None
+    ) -> "AtmaCache":
+        """
+        The inverse of `_export`. Raises `ValueError` if a tensor of a layer is missing, left over
+        or does not fit.
+        """
+        if metadata.get("format") != "atma-cache-1":
+            raise ValueError(
+                f"This is not a saved AtmaCache: its format is {metadata.get('format')!r}."
+            )
+        cache = cls(
+            config,
+            metadata["max_length"],
+            page_size=metadata["page_size"],
+            record_limit=metadata["record_limit"],
+        )
+        kinds = ["hybrid" if kind == "hybrid" else "conv" for kind in config.layer_types]
+        if metadata["layer_types"] != kinds:
+            raise ValueError(
+                f"The saved cache has layers {metadata['layer_types']}, the configuration has "
+                f"{kinds}."
+            )
+        expected = _expected_tensors(config, metadata["initialized"])
+        if set(tensors) != expected:
+            missing, extra = sorted(expected - set(tensors)), sorted(set(tensors) - expected)
+            raise ValueError(f"The saved cache does not fit: missing {missing}, left over {extra}.")
+        if not metadata["initialized"]:
+            return cache
+        rows = cache.rows
+        pages = tensors["page_table"].tolist()
+        fresh = rows.pool.allocate(max(max(row) for row in pages) + 1)
+        rows.pages = [[fresh[i] for i in row] for row in pages]
+        times_used = [0] * len(fresh)
+        for row in pages:
+            for i in row:
+                times_used[i] += 1
+        for page, times in zip(fresh, times_used, strict=True):
+            rows.pool.reference_counts[page] = times
+        device = tensors["lengths"].device if device is None else device
+        rows.lengths = tensors["lengths"].to(device, copy=True)
+        rows._publish(rows.lengths.device)
+        rows.padded_length = metadata["padded_length"]
+        rows.has_content = rows.padded_length > 0
+        if cache.max_length is not None:
+            rows.padded_length = torch.tensor(rows.padded_length, device=rows.lengths.device)
+            mark_static(rows.lengths, rows.padded_length, rows.page_table)
+        for i, layer in enumerate(cache.layers):
+            if isinstance(layer, AtmaHybridLayer):
+                stored = [tensors[f"layers.{i}.{name}"].to(device) for name in ("keys", "values")]
+                layer.rows.pool.layer_slabs(i, stored[0])
+                table = torch.tensor([fresh], dtype=torch.int64, device=stored[0].device)
+                start = torch.zeros(1, dtype=torch.int64, device=stored[0].device)
+                for slabs, content in zip(layer.slabs(), stored, strict=True):
+                    write_pages(slabs, table, content.flatten(0, 1)[None], start, None)
+            for name, state in layer.states.items():
+                key = f"layers.{i}.{name}"
+                if key in tensors:
+                    state.current = tensors[key].to(device, copy=True)
+        return cache
+
+    def save(self, path: str | Path) -> None:
+        """Writes the cache to one safetensors file. What was recorded for `crop` is not saved."""
+        metadata, tensors = self._export()
+        tensors = {name: x.cpu().contiguous() for name, x in tensors.items()}
+        save_file(tensors, str(path), metadata={"atma_cache": json.dumps(metadata)})
+
+    @classmethod
+    def load(cls, path: str | Path, config, device="cpu") -> "AtmaCache":
+        """
+        Reads a cache written by `save` for a model of this configuration. Raises `ValueError` if a
+        layer's state is missing or the layers do not fit the configuration.
+        """
+        with safe_open(str(path), framework="pt", device=str(device)) as file:
+            metadata = json.loads((file.metadata() or {}).get("atma_cache", "{}"))
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
+        return cls._import(config, metadata, tensors, device)
+
+    def __deepcopy__(self, memo) -> "AtmaCache":
+        copy = self._import(self.config, *self._export())
+        copy.recording.active = self.recording.active
+        return copy
+
+    def __reduce__(self):
+        return _unpickle_cache, (self.config, *self._export())
+
+    @classmethod
+    def from_prefix(cls, config, prefix: DynamicCache) -> "AtmaCache":
+        """
+        Takes over a `DynamicCache` that holds only keys and values, as PEFT's prefix tuning passes
+        it. The gradient of the first call reaches the prefix. Raises `ValueError` for a cache
+        without keys and values in every hybrid layer, or with states of other kinds.
+        """
+        cache = cls(config)
+        for i, layer in enumerate(cache.layers):
+            source = prefix.layers[i] if i < len(prefix.layers) else None
+            states = getattr(source, "is_conv_states_initialized", {}) or {}
+            if any(states.values()) or not isinstance(getattr(source, "keys", None), torch.Tensor):
+                if isinstance(layer, AtmaConvLayer) and not isinstance(layer, AtmaHybridLayer):
+                    continue
+                raise ValueError(
+                    "A DynamicCache can be taken over only as a prefix, with keys and values in "
+                    "every attention layer: "
+                    "pass an AtmaCache, or no cache and use_cache=True."
+                )
+            if not isinstance(layer, AtmaHybridLayer):
+                continue
+            key, value = source.keys.transpose(1, 2), source.values.transpose(1, 2)
+            if cache.rows.lengths is None:
+                cache.rows.prepare(key.shape[0], key.shape[1], key.device)
+            layer.write(key, value, cache.rows.lengths.to(key.device), None)
+            if key.requires_grad or value.requires_grad:
+                layer.live_prefix = (key, value)
+        if cache.rows.lengths is not None:
+            cache.rows.advance(int(prefix.get_seq_length()), None)
+        return cache
+
+
+def _unpickle_cache(config, metadata, tensors) -> AtmaCache:
+    return AtmaCache._import(config, metadata, tensors)
+
+
+def _advance_window(state, inputs, lengths):
+    return shift_window(state, inputs[0], lengths)
+
+
+def _expected_tensors(config, initialized: bool) -> set[str]:
+    if not initialized:
+        return set()
+    names = {"lengths", "page_table"}
+    for i, kind in enumerate(config.layer_types):
+        if kind != "hybrid":
+            names.add(f"layers.{i}.conv_state")
+            continue
+        names |= {f"layers.{i}.keys", f"layers.{i}.values"}
+        if config.attention_type != "rope":
+            names.add(f"layers.{i}.conv_state")
+        if config.use_memory:
+            names.add(f"layers.{i}.memory_state")
+    return names
+
+
+__all__ = ["AtmaCache", "AtmaConvLayer", "AtmaHybridLayer"]

@@ -1,0 +1,55 @@
+# Copyright 2026 The ATMA team.
+# Licensed under the Apache License, Version 2.0; see the file LICENSE.
+"""What all operations share: which implementation runs, and in which precision it computes."""
+
+import torch
+
+__all__ = ["BACKENDS", "choose_backend", "compute_dtype", "without_autocast"]
+
+BACKENDS = ("auto", "triton", "torch")
+
+
+def choose_backend(
+    backend: str, tensor: torch.Tensor, operation: str, has_triton: bool = False
+) -> str:
+    """Decides once, for every public operation, which implementation runs.
+
+    Args:
+        backend: `"auto"` takes the fastest that serves this device, the others insist.
+        tensor: an input of the operation; its device decides.
+        operation: the operation's name, for the error.
+        has_triton: whether the operation has a Triton implementation for these inputs.
+
+    Returns:
+        `"triton"` or `"torch"`.
+
+    Raises:
+        ValueError: for an unknown name, and for `"triton"` where it cannot run.
+    """
+    if backend not in BACKENDS:
+        names = ", ".join(repr(name) for name in BACKENDS)
+        raise ValueError(f"Unknown backend {backend!r} for {operation}: use one of {names}.")
+    if backend != "torch" and has_triton and tensor.is_cuda:
+        return "triton"
+    if backend == "triton":
+        reason = f"cannot run on the device {tensor.device}" if has_triton else "does not exist yet"
+        raise ValueError(
+            f"The Triton implementation of {operation} {reason}: use backend='auto' or 'torch'."
+        )
+    return "torch"
+
+
+def compute_dtype(*tensors: torch.Tensor) -> torch.dtype:
+    """The dtype to compute in: fp64 if an input is fp64, else fp32."""
+    if any(tensor.dtype == torch.float64 for tensor in tensors):
+        return torch.float64
+    return torch.float32
+
+
+def without_autocast(tensor: torch.Tensor) -> torch.autocast:
+    """A context in which matrix products keep the dtype that the operation chose for them."""
+    device_type = tensor.device.type
+    # Devices without autocast (meta) have nothing to switch off; any valid name will do for them.
+    return torch.autocast(
+        device_type if torch.amp.is_autocast_available(device_type) else "cpu", enabled=False
+    )

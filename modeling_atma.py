@@ -1,0 +1,805 @@
+# Copyright 2026 The ATMA team.
+# Licensed under the Apache License, Version 2.0; see the file LICENSE.
+"""
+ATMA, a hybrid language model (arXiv 2606.25156): gated short convolutions, and attention layers
+that report a direction, a magnitude and a recurrent memory.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import initialization as init
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_utils import PreTrainedModel
+from transformers.utils import can_return_tuple, logging
+
+from .cache_atma import AtmaCache, AtmaConvLayer, AtmaHybridLayer
+from .configuration_atma import AtmaConfig
+from .generation_atma import AtmaGenerationMixin
+from .kernels.columns import gather_columns, place_after
+from .kernels.gated_delta import gated_delta, gated_delta_step, log_retention
+from .kernels.paged_polar_attention import paged_polar_attention
+from .kernels.polar_attention import (
+    PolarOutput,
+    distractor_mass,
+    polar_attention,
+    polar_attention_reference,
+)
+from .kernels.short_convolution import causal_conv1d, gated_causal_conv1d
+from .kernels.softmax_attention import apply_rotary, softmax_attention
+from .layout_atma import TokenLayout, build_layout
+from .outputs_atma import CACHE_NAME, AtmaCausalLMOutput, AtmaDiagnostics, AtmaModelOutput
+
+logger = logging.get_logger(__name__)
+
+# Norms without a weight use the spacing of fp32 at 1.
+UNWEIGHTED_NORM_EPS = 2.0**-23
+# Up to this many tokens the memory steps in place, token by token; beyond, it runs in chunks.
+MAX_STEP_TOKENS = 8
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = UNWEIGHTED_NORM_EPS):
+    """`x / sqrt(mean(x^2) + eps)` over the last dimension, times `weight`."""
+    return F.rms_norm(x, x.shape[-1:], weight, eps)
+
+
+def soft_cap(logits: torch.Tensor, cap: float) -> torch.Tensor:
+    """The algebraic soft cap `cap x / sqrt(x^2 + cap^2)`, at least in fp32. (It is not a tanh.)"""
+    x = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return cap * x * torch.rsqrt(x * x + cap * cap)
+
+
+class AtmaRMSNorm(nn.Module):
+    def __init__(self, hidden_size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden_size))
+        self.eps = eps
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return rms_norm(hidden_states, self.weight, self.eps)
+
+    def extra_repr(self) -> str:
+        return f"eps={self.eps}"
+
+
+class AtmaMLP(nn.Module):
+    """`down( relu(gate(x))^2 * up(x) )`."""
+
+    def __init__(self, config: AtmaConfig):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, config.use_bias)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, config.use_bias)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, config.use_bias)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(
+            F.relu(self.gate_proj(hidden_states)).square() * self.up_proj(hidden_states)
+        )
+
+
+class AtmaShortConv(nn.Module):
+    """The gated convolution of LFM2: `b, c, h = in_proj(x)`, `out_proj( c * conv(b * h) )`."""
+
+    def __init__(self, config: AtmaConfig, layer_idx: int):
+        super().__init__()
+        self.layer_idx = layer_idx
+        self.kernel_backend = config.kernel_backend
+        self.in_proj = nn.Linear(config.hidden_size, 3 * config.hidden_size, config.use_bias)
+        self.out_proj = nn.Linear(config.hidden_size, config.hidden_size, config.use_bias)
+        # Taps of a depthwise convolution, the current token's last. A bare parameter, so that
+        # offload hooks see its use.
+        self.conv_weight = nn.Parameter(torch.empty(config.hidden_size, config.conv_kernel_size))
+
+    def forward(
+        self, hidden_states: torch.Tensor, layout: TokenLayout, state: AtmaConvLayer | None
+    ) -> torch.Tensor:
+        y, conv_input = gated_causal_conv1d(
+            self.in_proj(layout.gather(hidden_states)),
+            self.conv_weight,
+            initial_state=None if state is None else state.conv.for_forward(),
+            cu_seqlens=layout.cu_seqlens,
+            backend=self.kernel_backend,
+        )
+        if state is not None:
+            state.update_conv(layout.rows(conv_input), layout.state_lengths)
+        return layout.scatter(self.out_proj(y))
+
+
+class AtmaMemory(nn.Module):
+    """The recurrent memory: a gated delta rule on the attention's own query, key and value."""
+
+    def __init__(self, config: AtmaConfig):
+        super().__init__()
+        heads, width = config.num_attention_heads, config.num_attention_heads * config.head_dim
+        self.retention_proj = nn.Linear(config.hidden_size, heads, config.use_bias)
+        self.write_proj = nn.Linear(config.hidden_size, heads, config.use_bias)
+        self.gate_proj = nn.Linear(config.hidden_size, width, config.use_bias)
+        self.out_proj = nn.Linear(width, config.hidden_size, config.use_bias)
+        self.rule = {
+            "retention_bias": float(config.memory_retention_bias),
+            "write_bias": float(config.memory_write_bias),
+            "max_half_life": config.memory_max_half_life,
+            "backend": config.kernel_backend,
+        }
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layout: TokenLayout,
+        state: AtmaHybridLayer | None,
+        diagnostics: AtmaDiagnostics | None,
+    ) -> torch.Tensor:
+        """
+        `hidden_states` `[B, T, C]`, `query` `[B, T, H, D]`, `key` and `value` `[B, T, G, D]`, all
+        in the mixers' order; returns `[B, T, C]`.
+        """
+        retention_logits = self.retention_proj(hidden_states)
+        write_logits = self.write_proj(hidden_states)
+        inputs = (key, value, retention_logits, write_logits)
+        final_state = None
+        if state is None:
+            read, final_state = gated_delta(
+                query,
+                *inputs,
+                **self.rule,
+                cu_seqlens=layout.cu_seqlens,
+                output_final_state=diagnostics is not None,
+            )
+        else:
+            read = self._read_and_store(query, inputs, layout, state)
+            final_state = state.memory_state
+        if diagnostics is not None:
+            log_gamma = log_retention(
+                retention_logits.detach(), self.rule["retention_bias"], self.rule["max_half_life"]
+            )
+            diagnostics.half_life = layout.scatter(-math.log(2) / log_gamma)
+            diagnostics.memory_norm = final_state.detach().flatten(2).norm(dim=2)
+        gate = torch.sigmoid(self.gate_proj(hidden_states)).view_as(read)
+        return self.out_proj((rms_norm(read) * gate).flatten(2))
+
+    def _read_and_store(
+        self, query, inputs, layout: TokenLayout, state: AtmaHybridLayer
+    ) -> torch.Tensor:
+        memory = state.memory
+        memory.remember()
+        if layout.cu_seqlens is not None:
+            read, _ = gated_delta(query, *inputs, **self.rule, cu_seqlens=layout.cu_seqlens)
+            query, *inputs = (layout.rows(x) for x in (query, *inputs))
+            final = gated_delta(
+                query, *inputs, **self.rule, lengths=layout.state_lengths, output_final_state=True
+            )[1]
+        elif (
+            query.shape[1] <= MAX_STEP_TOKENS
+            and memory.current is not None
+            and not torch.is_grad_enabled()
+        ):
+            read = gated_delta_step(
+                query, *inputs, memory.current, **self.rule, lengths=layout.lengths
+            )
+            final = None
+        else:
+            read, final = gated_delta(
+                query,
+                *inputs,
+                **self.rule,
+                initial_state=memory.for_forward(),
+                lengths=layout.lengths,
+                output_final_state=True,
+            )
+        memory.commit(final, tuple(inputs), static=state.max_length is not None)
+        return read
+
+
+class AtmaAttention(nn.Module):
+    """
+    The mixer of a hybrid layer: `out = content + count + memory`.
+
+    content is what attention found (polar: a unit direction; softmax cores: the weighted mean),
+    times an output gate; count is the magnitude stream, projected; memory is the gated-delta read.
+    """
+
+    def __init__(self, config: AtmaConfig, layer_idx: int):
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.head_dim = config.head_dim
+        self.window = config.attention_window
+        self.kernel_backend = config.kernel_backend
+        self.is_polar = config.attention_type == "polar"
+        self.is_rotary = config.attention_type == "rope"
+        heads, groups, D = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        C, bias = config.hidden_size, config.use_bias
+        self.q_proj = nn.Linear(C, heads * D, bias)
+        self.gate_proj = nn.Linear(C, heads * D, bias)
+        self.k_proj = nn.Linear(C, groups * D, bias)
+        self.v_proj = nn.Linear(C, groups * D, bias)
+        self.o_proj = nn.Linear(heads * D, C, bias)
+        if not self.is_rotary:
+            self.query_canon_weight = nn.Parameter(torch.empty(heads * D, config.canon_kernel_size))
+            self.key_canon_weight = nn.Parameter(torch.empty(groups * D, config.canon_kernel_size))
+            self.value_canon_weight = nn.Parameter(
+                torch.empty(groups * D, config.canon_kernel_size)
+            )
+        if self.is_polar:
+            self.count_proj = nn.Linear(heads, C, bias)
+            self.null_value = nn.Parameter(torch.empty(heads, D))
+            self.length_gain = nn.Parameter(torch.empty(heads))
+            self.null_base = nn.Parameter(torch.empty(heads))
+            self.null_slope = nn.Parameter(torch.empty(heads))
+            self.magnitude_gain = nn.Parameter(torch.empty(heads))
+        self.memory = AtmaMemory(config) if config.use_memory else None
+
+    def _heads(self, x: torch.Tensor) -> torch.Tensor:
+        return x.unflatten(-1, (-1, self.head_dim))
+
+    def _canon(self, query, key, value, layout: TokenLayout, state: AtmaHybridLayer | None):
+        """`y + conv(y)` on query, key and value, whose heads are flattened into channels."""
+        streams = (query, key, value)
+        weights = (self.query_canon_weight, self.key_canon_weight, self.value_canon_weight)
+        windows = (None, None, None)
+        if state is not None and (window := state.conv.for_forward()) is not None:
+            windows = window.split([x.shape[-1] for x in streams], dim=-1)
+        mixed = [
+            causal_conv1d(
+                x,
+                weight,
+                initial_state=window,
+                cu_seqlens=layout.cu_seqlens,
+                residual=True,
+                backend=self.kernel_backend,
+            )
+            for x, weight, window in zip(streams, weights, windows, strict=True)
+        ]
+        if state is not None:
+            state.update_conv(layout.rows(torch.cat(streams, dim=-1)), layout.state_lengths)
+        return mixed
+
+    def _positions(self, query: torch.Tensor, layout: TokenLayout) -> torch.Tensor:
+        if layout.positions is not None:
+            return layout.positions
+        positions = torch.arange(query.shape[1], device=query.device)
+        if layout.cu_seqlens is not None:
+            document = torch.searchsorted(layout.cu_seqlens.long(), positions, right=True) - 1
+            return positions - layout.cu_seqlens.long()[document]
+        return positions if layout.start is None else positions + layout.start[:, None]
+
+    def _attend(self, query, key, value, layout, state, output_attentions, diagnostics):
+        """
+        Attention of the new queries over everything visible. Returns the direction (or weighted
+        mean) `[B, T, H, D]`, the magnitude `[B, T, H]` (`None` for softmax cores) and, on request,
+        the real-key weights `[B, H, T, S]`.
+        """
+        if state is not None:
+            new_key, new_value = layout.rows(key), layout.rows(value)
+            start = layout.start
+            if start is None:
+                start = torch.zeros(new_key.shape[0], dtype=torch.int64, device=key.device)
+            state.write(new_key, new_value, start, layout.state_lengths)
+        has_past = layout.start is not None
+        if self.is_polar and has_past and not output_attentions and not torch.is_grad_enabled():
+            output = paged_polar_attention(
+                query,
+                *state.slabs(),
+                state.rows.visible_pages(query.shape[1]).to(query.device),
+                layout.start,
+                *self._null_and_scalars(),
+                window=self.window,
+                return_statistics=diagnostics is not None,
+                backend=self.kernel_backend,
+            )
+            return self._report(output, layout, diagnostics)
+
+        if has_past:
+            past_key, past_value = state.past()
+            key = place_after(past_key, key, layout.start)
+            value = place_after(past_value, value, layout.start)
+        visible = {
+            "cu_seqlens": layout.cu_seqlens,
+            "window": self.window,
+            "query_start": layout.start,
+        }
+        if not self.is_polar:
+            implementation = self.config._attn_implementation or "sdpa"
+            content, weights = softmax_attention(
+                query,
+                key,
+                value,
+                scale=0.12 if self.is_rotary else self.head_dim**-0.5,
+                implementation="eager" if output_attentions else implementation,
+                return_weights=output_attentions,
+                **visible,
+            )
+            return content, None, weights
+        inputs = (query, key, value, *self._null_and_scalars())
+        want_statistics = diagnostics is not None
+        if output_attentions:
+            output = polar_attention_reference(
+                *inputs, return_statistics=want_statistics, return_weights=True, **visible
+            )
+        else:
+            output = polar_attention(
+                *inputs, return_statistics=want_statistics, backend=self.kernel_backend, **visible
+            )
+        return self._report(output, layout, diagnostics)
+
+    def _null_and_scalars(self) -> tuple[torch.Tensor, ...]:
+        return (
+            self.null_value,
+            self.length_gain,
+            self.null_base,
+            self.null_slope,
+            self.magnitude_gain,
+        )
+
+    def _report(self, output: PolarOutput, layout: TokenLayout, diagnostics):
+        if diagnostics is not None:
+            diagnostics.n_eff = layout.scatter(output.statistics.n_eff)
+            diagnostics.null_weight = layout.scatter(output.statistics.null_weight)
+            diagnostics.magnitude = layout.scatter(output.magnitude.detach())
+        return output.direction, output.magnitude, output.weights
+
+    def _weights_of_columns(self, weights, layout: TokenLayout, state) -> torch.Tensor:
+        """
+        Attention weights in the caller's columns. Without stored keys `[B, H, T, T]`; on top of a
+        cache `[B, H, T, columns seen]`, where a row's keys are its real tokens in order, then
+        zeros.
+        """
+        B, T = layout.shape
+        if layout.cu_seqlens is not None:
+            heads = weights.shape[1]
+            blocks = weights.view(heads, B, T, B, T).diagonal(dim1=1, dim2=3)
+            return blocks.permute(3, 0, 1, 2)
+        if layout.inverse is not None:
+            rows = layout.inverse[:, None, :, None].expand(
+                -1, weights.shape[1], -1, weights.shape[3]
+            )
+            weights = weights.gather(2, rows)
+            if layout.start is None:
+                columns = layout.inverse[:, None, None, :].expand(*weights.shape[:3], -1)
+                weights = weights.gather(3, columns)
+                real = layout.lengths[:, None] > layout.inverse
+                weights = weights * real[:, None, None, :]
+        if layout.start is not None:
+            width = int(state.rows.padded_length) + T
+            weights = F.pad(weights, (0, max(width - weights.shape[3], 0)))[..., :width]
+        return weights
+
+    def _distractor_mass(self, hidden_states, query, layout: TokenLayout) -> torch.Tensor:
+        """Mean mass that random inputs, as detached keys, take from the null."""
+        noise = torch.randn(
+            self.config.distractor_keys,
+            hidden_states.shape[-1],
+            dtype=hidden_states.dtype,
+            device=hidden_states.device,
+        )
+        with torch.no_grad():
+            distractor_key = rms_norm(self._heads(self.k_proj(noise)))
+        return distractor_mass(
+            query,
+            distractor_key,
+            self.length_gain,
+            self.null_base,
+            self.null_slope,
+            cu_seqlens=layout.cu_seqlens,
+            window=self.window,
+            query_start=layout.start,
+            lengths=layout.lengths,
+        )
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        layout: TokenLayout,
+        state: AtmaHybridLayer | None,
+        output_attentions: bool = False,
+        diagnostics: AtmaDiagnostics | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """
+        `hidden_states` `[B, T, C]` in the caller's columns. Returns the same shape, the attention
+        weights and the distractor mass (each `None` unless wanted), and fills `diagnostics`.
+        """
+        hidden_states = layout.gather(hidden_states)
+        query = rms_norm(self._heads(self.q_proj(hidden_states))).flatten(2)
+        key = rms_norm(self._heads(self.k_proj(hidden_states))).flatten(2)
+        value = self.v_proj(hidden_states)
+        if not self.is_rotary:
+            query, key, value = self._canon(query, key, value, layout, state)
+        query, key, value = self._heads(query), self._heads(key), self._heads(value)
+
+        memory = None
+        if self.memory is not None:
+            memory = self.memory(hidden_states, query, key, value, layout, state, diagnostics)
+        if self.is_rotary:
+            positions = self._positions(query, layout)
+            query, key = apply_rotary(query, positions), apply_rotary(key, positions)
+
+        content, magnitude, weights = self._attend(
+            query, key, value, layout, state, output_attentions, diagnostics
+        )
+        gate = torch.sigmoid(self.gate_proj(hidden_states)).view_as(content)
+        output = self.o_proj((content * gate).flatten(2))
+        if self.is_polar:
+            output = output + self.count_proj(magnitude)
+        if memory is not None:
+            output = output + memory
+
+        mass = None
+        if self.training and self.config.distractor_keys:
+            mass = self._distractor_mass(hidden_states, query, layout)
+        if weights is not None:
+            weights = self._weights_of_columns(weights, layout, state)
+        return layout.scatter(output), weights, mass
+
+
+class AtmaDecoderLayer(GradientCheckpointingLayer):
+    """`x = x + mixer(norm1(x)); x = x + mlp(norm2(x))`."""
+
+    def __init__(self, config: AtmaConfig, layer_idx: int):
+        super().__init__()
+        self.layer_idx = layer_idx
+        self.is_hybrid = config.layer_types[layer_idx] == "hybrid"
+        self.mixer = (
+            AtmaAttention(config, layer_idx) if self.is_hybrid else AtmaShortConv(config, layer_idx)
+        )
+        self.mlp = AtmaMLP(config)
+        self.input_norm = AtmaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_norm = AtmaRMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        layout: TokenLayout,
+        cache: AtmaCache | None = None,
+        output_attentions: bool = False,
+        output_diagnostics: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, AtmaDiagnostics | None]:
+        layout = layout.to(hidden_states.device)
+        state = None if cache is None else cache.layers[self.layer_idx]
+        mixed, weights, mass, diagnostics = self.input_norm(hidden_states), None, None, None
+        if self.is_hybrid:
+            diagnostics = AtmaDiagnostics() if output_diagnostics else None
+            mixed, weights, mass = self.mixer(mixed, layout, state, output_attentions, diagnostics)
+        else:
+            mixed = self.mixer(mixed, layout, state)
+        hidden_states = hidden_states + mixed
+        hidden_states = hidden_states + self.mlp(self.post_norm(hidden_states))
+        return hidden_states, weights, mass, diagnostics
+
+
+class AtmaPreTrainedModel(PreTrainedModel):
+    config_class = AtmaConfig
+    config: AtmaConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["AtmaDecoderLayer"]
+    _skip_keys_device_placement = ["cache", "past_key_values"]
+    _supports_sdpa = True
+    _can_compile_fullgraph = True
+    _is_stateful = False
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """
+        Starts at zero only what writes to the residual stream (and the head). A zero inside a
+        product would have no gradient for ever.
+        """
+        config = self.config
+        std = config.initializer_range
+        zeroed: list[nn.Linear] = []
+        if isinstance(module, nn.Linear):
+            init.normal_(module.weight, mean=0.0, std=std)
+            if module.bias is not None:
+                init.zeros_(module.bias)
+        elif isinstance(module, nn.Embedding):
+            init.normal_(module.weight, mean=0.0, std=std)
+        elif isinstance(module, AtmaRMSNorm):
+            init.ones_(module.weight)
+        elif isinstance(module, AtmaMLP):
+            zeroed.append(module.down_proj)
+        elif isinstance(module, AtmaShortConv):
+            init_taps(module.conv_weight, config.conv_kernel_size)
+            zeroed.append(module.out_proj)
+        elif isinstance(module, AtmaMemory):
+            zeroed.append(module.out_proj)
+        elif isinstance(module, AtmaAttention):
+            zeroed.append(module.o_proj)
+            if not module.is_rotary:
+                for weight in (
+                    module.query_canon_weight,
+                    module.key_canon_weight,
+                    module.value_canon_weight,
+                ):
+                    init_taps(weight, config.canon_kernel_size)
+            if module.is_polar:
+                init.zeros_(module.null_value)
+                init.constant_(module.length_gain, -1.0)
+                init.constant_(module.null_base, 2.0)
+                init.constant_(module.null_slope, 0.5)
+                init.constant_(module.magnitude_gain, -1.5)
+        elif isinstance(module, AtmaForCausalLM) and not config.tie_word_embeddings:
+            zeroed.append(module.lm_head)
+        if config.zero_init_residual:
+            for linear in zeroed:
+                init.zeros_(linear.weight)
+
+
+def init_taps(weight: torch.Tensor, kernel_size: int) -> None:
+    """Uniform with the bound `1 / sqrt(taps)`, as depthwise convolutions usually start."""
+    bound = kernel_size**-0.5
+    init.uniform_(weight, -bound, bound)
+
+
+class AtmaModel(AtmaPreTrainedModel):
+    """The decoder: embeddings, decoder layers, final norm."""
+
+    def __init__(self, config: AtmaConfig):
+        super().__init__(config)
+        self.vocab_size = config.vocab_size
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(
+            AtmaDecoderLayer(config, i) for i in range(config.num_hidden_layers)
+        )
+        self.norm = AtmaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def _resolve_cache(self, cache, past_key_values, use_cache, kwargs) -> AtmaCache | None:
+        """The cache of this call, under whichever of its names it came, or `None`."""
+        for name, value in kwargs.items():
+            if isinstance(value, Cache):
+                raise TypeError(
+                    f"forward() got a cache as {name!r}: pass it as 'cache' or 'past_key_values'."
+                )
+        if cache is not None and past_key_values is not None and cache is not past_key_values:
+            raise ValueError("Pass either cache or past_key_values, not two different caches.")
+        cache = past_key_values if cache is None else cache
+        if cache is not None and not use_cache:
+            # Llama reads a cache that it was given even with use_cache=False; so do we.
+            use_cache = True
+        recomputes = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
+        if recomputes:
+            if cache is not None and cache.get_seq_length() > 0:
+                raise ValueError(
+                    "A filled cache cannot be used in training with gradient checkpointing, which "
+                    "would feed its tokens "
+                    "twice: call gradient_checkpointing_disable(), or train without a cache."
+                )
+            if use_cache:
+                logger.warning_once(
+                    "Gradient checkpointing recomputes the layers: use_cache is off for it."
+                )
+            return None
+        if cache is None:
+            return AtmaCache(self.config) if use_cache else None
+        # By name, not by class: a checkpoint's own copy of this code has its own AtmaCache.
+        if type(cache).__name__ == "AtmaCache":
+            return cache
+        if type(cache) is DynamicCache and cache.get_seq_length() > 0:
+            return AtmaCache.from_prefix(self.config, cache)
+        raise ValueError(
+            "ATMA keeps convolution and memory states beside keys and values, which "
+            f"{type(cache).__name__} cannot hold: "
+            "pass an AtmaCache(model.config), or no cache and use_cache=True."
+        )
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        cache: Cache | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        use_cache: bool | None = None,
+        past_key_values: Cache | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        output_diagnostics: bool = False,
+        cu_seq_lens_q: torch.Tensor | None = None,
+        cu_seq_lens_k: torch.Tensor | None = None,
+        seq_idx: torch.Tensor | None = None,
+        **kwargs,
+    ) -> AtmaModelOutput:
+        """
+        Args:
+            input_ids (`[B, T]`) or inputs_embeds (`[B, T, C]`): exactly one of them.
+            attention_mask (`[B, T]` or `[B, columns seen + T]`): 1 at real tokens, 0 at padding,
+                which may stand anywhere.
+            position_ids (`[B, T]`): rotary positions for `attention_type="rope"`. Without a mask
+                and a filled cache, ids that restart at 0 mark packed documents, which do not see
+                each other.
+            cache, past_key_values: an `AtmaCache` to continue and fill (either name).
+            use_cache: whether to return a cache. Defaults to `config.use_cache`.
+            output_diagnostics: whether to return an `AtmaDiagnostics` for each hybrid layer.
+            cu_seq_lens_q (`[N + 1]`): boundaries of packed documents in one row, instead of
+                `position_ids`. `cu_seq_lens_k` must be the same. `seq_idx` (`[B, T]`): the document
+                of each token, instead of either.
+
+        Raises `ValueError` where an argument cannot be honoured.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("Give exactly one of input_ids and inputs_embeds.")
+        if cu_seq_lens_k is not None and (
+            cu_seq_lens_q is None or cu_seq_lens_k.shape != cu_seq_lens_q.shape
+        ):
+            raise ValueError(
+                "cu_seq_lens_q and cu_seq_lens_k must be the same: queries and keys are the same "
+                "tokens."
+            )
+        config = self.config
+        use_cache = config.use_cache if use_cache is None else use_cache
+        output_attentions = (
+            config.output_attentions if output_attentions is None else output_attentions
+        )
+        if output_hidden_states is None:
+            output_hidden_states = config.output_hidden_states
+        if inputs_embeds is None:
+            inputs_embeds = self.embed_tokens(input_ids)
+        B, T = inputs_embeds.shape[:2]
+        device = inputs_embeds.device
+        cache = self._resolve_cache(cache, past_key_values, use_cache, kwargs)
+        layout = build_layout(
+            (B, T), device, attention_mask, position_ids, cu_seq_lens_q, seq_idx, cache
+        )
+        if cache is not None:
+            cache.prepare(B, T, device)
+
+        hidden_states = inputs_embeds
+        all_hidden_states, all_weights, masses, diagnostics = [], [], [], []
+        for layer in self.layers:
+            all_hidden_states.append(hidden_states)
+            hidden_states, weights, mass, layer_diagnostics = layer(
+                hidden_states,
+                layout=layout,
+                cache=cache,
+                output_attentions=bool(output_attentions),
+                output_diagnostics=output_diagnostics,
+            )
+            if layer.is_hybrid:
+                all_weights.append(weights)
+                diagnostics.append(layer_diagnostics)
+            if mass is not None:
+                masses.append(mass)
+        hidden_states = self.norm(hidden_states)
+        all_hidden_states.append(hidden_states)
+        if cache is not None:
+            mask = None
+            if layout.cu_seqlens is not None:
+                mask = torch.zeros(B, T, dtype=torch.bool, device=device)
+                column = torch.arange(T, device=device)
+                mask = column >= T - layout.tail_lengths[:, None]
+            elif attention_mask is not None:
+                mask = attention_mask[:, -T:].bool()
+            cache.advance(T, mask, layout.state_lengths)
+        return AtmaModelOutput(
+            last_hidden_state=hidden_states,
+            hidden_states=tuple(all_hidden_states) if output_hidden_states else None,
+            attentions=tuple(all_weights) if output_attentions else None,
+            distractor_loss=torch.stack([m.to(device) for m in masses]).mean() if masses else None,
+            diagnostics=tuple(diagnostics) if output_diagnostics else None,
+            **{CACHE_NAME: cache},
+        )
+
+
+class AtmaForCausalLM(AtmaPreTrainedModel, AtmaGenerationMixin):
+    """ATMA with its language-model head and the algebraic soft cap on the logits."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+
+    def __init__(self, config: AtmaConfig):
+        super().__init__(config)
+        self.vocab_size = config.vocab_size
+        self.model = AtmaModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, config.use_bias)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        cache: Cache | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        labels: torch.LongTensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        past_key_values: Cache | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        output_diagnostics: bool = False,
+        **kwargs,
+    ) -> AtmaCausalLMOutput:
+        """
+        Arguments as in `AtmaModel.forward`, and:
+
+            labels (`[B, T]`): token ids to predict, shifted inside; -100 is ignored.
+            logits_to_keep: how many of the last positions get logits (0: all), or which: a 1-D
+                tensor of positions, a 2-D integer tensor of positions for each row, or a boolean
+                mask. Not together with `labels`.
+            num_items_in_batch (keyword): number of labels over which the loss is averaged, as
+                `Trainer` passes it.
+
+        Logits come in the model's dtype, in fp32 where `labels` are given.
+        """
+        by_default = isinstance(logits_to_keep, int) and logits_to_keep == 0
+        if labels is not None and not by_default:
+            raise ValueError("labels need the logits of all positions: leave logits_to_keep at 0.")
+        outputs: AtmaModelOutput = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            cache=cache,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            past_key_values=past_key_values,
+            output_attentions=output_attentions,
+            output_hidden_states=output_hidden_states,
+            output_diagnostics=output_diagnostics,
+            return_dict=True,
+            **{name: value for name, value in kwargs.items() if name != "return_dict"},
+        )
+        logits = self.lm_head(keep_positions(outputs.last_hidden_state, logits_to_keep))
+        cap = float(self.config.logit_softcap)
+        loss = None
+        if labels is not None:
+            logits = soft_cap(logits, cap)
+            loss = self.loss_function(
+                logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs
+            )
+            if outputs.distractor_loss is not None:
+                loss = loss + self._distractor_term(outputs.distractor_loss, labels, kwargs)
+        elif torch.is_grad_enabled() or logits.dtype == torch.promote_types(
+            logits.dtype, torch.float32
+        ):
+            logits = soft_cap(logits, cap).to(logits.dtype)
+        else:
+            # In place and in slices, so that a long evaluation never holds an fp32 copy of all its
+            # logits.
+            for part in logits.view(-1, logits.shape[-1]).split(4096):
+                part.copy_(soft_cap(part, cap))
+        return AtmaCausalLMOutput(
+            loss=loss,
+            logits=logits,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            distractor_loss=outputs.distractor_loss,
+            diagnostics=outputs.diagnostics,
+            **{CACHE_NAME: getattr(outputs, CACHE_NAME)},
+        )
+
+    def _distractor_term(
+        self, mass: torch.Tensor, labels: torch.Tensor, kwargs: dict
+    ) -> torch.Tensor:
+        """
+        The distractor loss in the units of the main loss: with `num_items_in_batch` each
+        micro-batch counts by its share of the labels, so that accumulation changes nothing.
+        """
+        term = self.config.distractor_loss_coef * mass
+        total = kwargs.get("num_items_in_batch")
+        if total is None:
+            return term
+        counted = (labels[:, 1:] != kwargs.get("ignore_index", -100)).sum().to(term.device)
+        return term * counted / total
+
+
+def keep_positions(hidden_states: torch.Tensor, logits_to_keep: int | torch.Tensor) -> torch.Tensor:
+    """
+    `[B, kept, C]` of `[B, T, C]`; a boolean mask gives `[kept, C]`. See `AtmaForCausalLM.forward`.
+    """
+    if isinstance(logits_to_keep, int):
+        return hidden_states[:, -logits_to_keep:] if logits_to_keep else hidden_states
+    if logits_to_keep.dim() == 2:
+        if logits_to_keep.dtype == torch.bool:
+            return hidden_states[logits_to_keep]
+        return gather_columns(hidden_states, logits_to_keep)
+    return hidden_states[:, logits_to_keep]
+
+
+__all__ = ["AtmaForCausalLM", "AtmaModel", "AtmaPreTrainedModel"]
