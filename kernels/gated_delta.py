@@ -262,7 +262,7 @@ def _is_padding(lengths: torch.Tensor, num_tokens: int) -> torch.Tensor:
 
 
 def _token_loop(query, key, value, log_gamma, beta, state, lengths):
-    """The rule as it is written above, one token after the other.
+    """The rule as it is written above, one token after the other; M k is computed as k M^T.
 
     Shapes are those of `gated_delta`, log_gamma and beta are [B, T, H]. Returns the read
     [B, T, H, D] and the last state [B, H, D, D].
@@ -276,13 +276,13 @@ def _token_loop(query, key, value, log_gamma, beta, state, lengths):
     read = []
     for t in range(query.shape[1]):
         decayed = gamma[:, t, :, None, None] * state
-        recalled = (decayed @ k[:, t, :, :, None]).squeeze(-1)
+        recalled = (k[:, t, :, None] @ decayed.mT).squeeze(-2)
         update = beta[:, t, :, None] * (v[:, t] - recalled)
         written = decayed + update[..., :, None] * k[:, t, :, None, :]
         if padding is not None:
             written = torch.where(padding[:, t, :, None, None], state, written)
         state = written
-        read.append((state @ q[:, t, :, :, None]).squeeze(-1))
+        read.append((q[:, t, :, None] @ state.mT).squeeze(-2))
     return torch.stack(read, dim=1).to(query.dtype) if read else torch.zeros_like(query), state
 
 

@@ -342,6 +342,8 @@ class PolarAttentionFunction(torch.autograd.Function):
             )
             direction, magnitude, statistics, _ = finished.output(query.dtype, True)
         ctx.window = window
+        # The backward removes what is parallel to c from the gradient; a rounded c would not do.
+        c = direction if direction.dtype == dtype else finished.direction.transpose(1, 2)
         ctx.save_for_backward(
             query,
             key,
@@ -353,7 +355,7 @@ class PolarAttentionFunction(torch.autograd.Function):
             magnitude_gain,
             cu_seqlens,
             query_start,
-            direction,
+            c,
             finished.norm,
             l1,
             l2,
@@ -375,7 +377,7 @@ class PolarAttentionFunction(torch.autograd.Function):
             magnitude_gain,
             cu_seqlens,
             query_start,
-            direction,
+            c,
             norm,
             l1,
             l2,
@@ -399,7 +401,7 @@ class PolarAttentionFunction(torch.autograd.Function):
 
             # Through the direction: grad_mixed is orthogonal to s, but for the rows whose norm is
             # clamped; `correction` = grad_mixed . s is what the softmax subtracts there.
-            c = direction.transpose(1, 2).to(dtype)
+            c = c.transpose(1, 2)
             grad_c = grad_direction.transpose(1, 2).to(dtype)
             clamped = norm < MIN_NORM
             along = (grad_c * c).sum(-1)

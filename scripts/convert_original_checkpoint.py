@@ -335,9 +335,15 @@ def main() -> None:
         description=__doc__.split("\n\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument(
-        "--source", type=Path, required=True, help="folder of the original checkpoint"
+        "--source",
+        type=Path,
+        required=True,
+        default=argparse.SUPPRESS,
+        help="folder of the original checkpoint",
     )
-    parser.add_argument("--output", type=Path, required=True, help="folder to write")
+    parser.add_argument(
+        "--output", type=Path, required=True, default=argparse.SUPPRESS, help="folder to write"
+    )
     arguments = parser.parse_args()
     try:
         model = convert(arguments.source, arguments.output)

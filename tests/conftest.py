@@ -10,6 +10,9 @@ from atma import AtmaConfig, AtmaForCausalLM
 
 VOCAB = 101
 
+# Tests run beside each other, and threads that wait for a busy core cost more than they give.
+torch.set_num_threads(1)
+
 
 def tiny_config(**overrides) -> AtmaConfig:
     fields = {

@@ -311,6 +311,14 @@ def test_the_rule_itself_decays_then_corrects_then_reads():
         torch.testing.assert_close(read.flatten(), read.new_tensor([6.8, 2.4]))
 
 
+@pytest.mark.parametrize("scale", [1e-9, 1e6])
+def test_only_the_directions_of_queries_and_keys_count(scale):
+    query, key, *others = make_inputs(tokens=20)
+    expected, _ = gated_delta(query, key, *others)
+    for function in (gated_delta, gated_delta_reference):
+        torch.testing.assert_close(function(scale * query, scale * key, *others)[0], expected)
+
+
 def test_a_memory_that_keeps_and_writes_fully_recalls_orthogonal_keys():
     keys = torch.linalg.qr(torch.randn(8, 8, dtype=torch.float64))[0][None, :, None]
     values = torch.randn(1, 8, 1, 8, dtype=torch.float64)

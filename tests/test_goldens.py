@@ -57,6 +57,7 @@ def original(tmp_path):
     return folder, edit
 
 
+@pytest.mark.smoke
 @needs_goldens
 @each_golden
 def test_converted_checkpoint_gives_the_logits_and_tokens_of_the_original(
