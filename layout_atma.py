@@ -23,6 +23,7 @@ class TokenLayout:
         order, inverse (`[B, T]`): the permutation that moves real tokens to the front, and its
             inverse.
         lengths (`[B]`): number of real tokens of each row in this call; `None` if all are.
+        real (`[B, T]`, bool): which of the caller's columns are real; `None` if all are.
         cu_seqlens (`[N + 1]`): boundaries of packed documents in the flattened `[1, B * T]` row.
         start (`[B]`): real tokens that the cache held before this call; `None` if it held nothing.
         positions (`[B, T]` or `[1, B * T]`): rotary positions, in the mixers' order; `None` counts
@@ -36,6 +37,7 @@ class TokenLayout:
     order: torch.Tensor | None = None
     inverse: torch.Tensor | None = None
     lengths: torch.Tensor | None = None
+    real: torch.Tensor | None = None
     cu_seqlens: torch.Tensor | None = None
     start: torch.Tensor | None = None
     positions: torch.Tensor | None = None
@@ -62,10 +64,17 @@ class TokenLayout:
         return x if self.order is None else gather_columns(x, self.order)
 
     def scatter(self, x: torch.Tensor) -> torch.Tensor:
-        """The inverse of `gather`."""
+        """
+        The inverse of `gather`, with 0 at padding: what a mixer would say there depends on how the
+        call was cut into chunks, and must not reach a loss.
+        """
         if self.cu_seqlens is not None:
             return x.reshape(*self.shape, *x.shape[2:])
-        return x if self.inverse is None else gather_columns(x, self.inverse)
+        if self.real is None:
+            return x
+        if self.inverse is not None:
+            x = gather_columns(x, self.inverse)
+        return x.masked_fill(~self.real.view(*self.shape, *[1] * (x.dim() - 2)), 0)
 
     def rows(self, x: torch.Tensor) -> torch.Tensor:
         """
@@ -177,6 +186,7 @@ def build_layout(
 
     if attention_mask is not None:
         mask = attention_mask[:, -T:].to(device=device, dtype=torch.bool)
+        layout.real = mask
         if T == 1:
             layout.lengths = mask[:, 0].long()
         else:

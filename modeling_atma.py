@@ -52,6 +52,13 @@ def soft_cap(logits: torch.Tensor, cap: float) -> torch.Tensor:
     return cap * x * torch.rsqrt(x * x + cap * cap)
 
 
+def residual_projection(in_features: int, config: AtmaConfig) -> nn.Linear:
+    """A projection that writes to the residual stream: it may start at zero (`_init_weights`)."""
+    linear = nn.Linear(in_features, config.hidden_size, config.use_bias)
+    linear.starts_at_zero = config.zero_init_residual
+    return linear
+
+
 class AtmaRMSNorm(nn.Module):
     def __init__(self, hidden_size: int, eps: float):
         super().__init__()
@@ -72,7 +79,7 @@ class AtmaMLP(nn.Module):
         super().__init__()
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, config.use_bias)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, config.use_bias)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, config.use_bias)
+        self.down_proj = residual_projection(config.intermediate_size, config)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return self.down_proj(
@@ -88,7 +95,7 @@ class AtmaShortConv(nn.Module):
         self.layer_idx = layer_idx
         self.kernel_backend = config.kernel_backend
         self.in_proj = nn.Linear(config.hidden_size, 3 * config.hidden_size, config.use_bias)
-        self.out_proj = nn.Linear(config.hidden_size, config.hidden_size, config.use_bias)
+        self.out_proj = residual_projection(config.hidden_size, config)
         # Taps of a depthwise convolution, the current token's last. A bare parameter, so that
         # offload hooks see its use.
         self.conv_weight = nn.Parameter(torch.empty(config.hidden_size, config.conv_kernel_size))
@@ -117,7 +124,7 @@ class AtmaMemory(nn.Module):
         self.retention_proj = nn.Linear(config.hidden_size, heads, config.use_bias)
         self.write_proj = nn.Linear(config.hidden_size, heads, config.use_bias)
         self.gate_proj = nn.Linear(config.hidden_size, width, config.use_bias)
-        self.out_proj = nn.Linear(width, config.hidden_size, config.use_bias)
+        self.out_proj = residual_projection(width, config)
         self.rule = {
             "retention_bias": float(config.memory_retention_bias),
             "write_bias": float(config.memory_write_bias),
@@ -219,7 +226,7 @@ class AtmaAttention(nn.Module):
         self.gate_proj = nn.Linear(C, heads * D, bias)
         self.k_proj = nn.Linear(C, groups * D, bias)
         self.v_proj = nn.Linear(C, groups * D, bias)
-        self.o_proj = nn.Linear(heads * D, C, bias)
+        self.o_proj = residual_projection(heads * D, config)
         if not self.is_rotary:
             self.query_canon_weight = nn.Parameter(torch.empty(heads * D, config.canon_kernel_size))
             self.key_canon_weight = nn.Parameter(torch.empty(groups * D, config.canon_kernel_size))
@@ -483,6 +490,11 @@ class AtmaPreTrainedModel(PreTrainedModel):
     _can_compile_fullgraph = True
     _is_stateful = False
 
+    @classmethod
+    def _can_set_attn_implementation(cls) -> bool:
+        # Transformers looks for its own attention interface in the source to decide this.
+        return True
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         """
@@ -491,42 +503,30 @@ class AtmaPreTrainedModel(PreTrainedModel):
         """
         config = self.config
         std = config.initializer_range
-        zeroed: list[nn.Linear] = []
         if isinstance(module, nn.Linear):
-            init.normal_(module.weight, mean=0.0, std=std)
+            if getattr(module, "starts_at_zero", False):
+                init.zeros_(module.weight)
+            else:
+                init.normal_(module.weight, mean=0.0, std=std)
             if module.bias is not None:
                 init.zeros_(module.bias)
         elif isinstance(module, nn.Embedding):
             init.normal_(module.weight, mean=0.0, std=std)
         elif isinstance(module, AtmaRMSNorm):
             init.ones_(module.weight)
-        elif isinstance(module, AtmaMLP):
-            zeroed.append(module.down_proj)
         elif isinstance(module, AtmaShortConv):
             init_taps(module.conv_weight, config.conv_kernel_size)
-            zeroed.append(module.out_proj)
-        elif isinstance(module, AtmaMemory):
-            zeroed.append(module.out_proj)
         elif isinstance(module, AtmaAttention):
-            zeroed.append(module.o_proj)
             if not module.is_rotary:
-                for weight in (
-                    module.query_canon_weight,
-                    module.key_canon_weight,
-                    module.value_canon_weight,
-                ):
-                    init_taps(weight, config.canon_kernel_size)
+                init_taps(module.query_canon_weight, config.canon_kernel_size)
+                init_taps(module.key_canon_weight, config.canon_kernel_size)
+                init_taps(module.value_canon_weight, config.canon_kernel_size)
             if module.is_polar:
                 init.zeros_(module.null_value)
                 init.constant_(module.length_gain, -1.0)
                 init.constant_(module.null_base, 2.0)
                 init.constant_(module.null_slope, 0.5)
                 init.constant_(module.magnitude_gain, -1.5)
-        elif isinstance(module, AtmaForCausalLM) and not config.tie_word_embeddings:
-            zeroed.append(module.lm_head)
-        if config.zero_init_residual:
-            for linear in zeroed:
-                init.zeros_(linear.weight)
 
 
 def init_taps(weight: torch.Tensor, kernel_size: int) -> None:
@@ -697,6 +697,8 @@ class AtmaForCausalLM(AtmaPreTrainedModel, AtmaGenerationMixin):
         self.vocab_size = config.vocab_size
         self.model = AtmaModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, config.use_bias)
+        # Tied, it is the embedding, which must not start at zero.
+        self.lm_head.starts_at_zero = config.zero_init_residual and not config.tie_word_embeddings
         self.post_init()
 
     @can_return_tuple

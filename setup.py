@@ -12,7 +12,7 @@ from setuptools import setup
 setup(
     name="atma",
     version="0.1.0",
-    description="ATMA, a hybrid language model with polar attention and gated-delta memory, for Transformers",
+    description="ATMA, a hybrid language model with polar attention and a memory, for Transformers",
     long_description=(Path(__file__).parent / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",

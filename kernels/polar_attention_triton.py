@@ -1,0 +1,373 @@
+# Copyright 2026 The ATMA team.
+# Licensed under the Apache License, Version 2.0; see the file LICENSE.
+"""Polar attention in Triton: the forward, and what forward and backward share.
+
+ATMA paper, arXiv 2606.25156, section on polar attention; the formulas stand in the file of the
+operation. Inside the kernels logits are base-2: with rate = temp log2(e) / sqrt(D) a row's logit is
+rate (q . k), so that one fused multiply-add leads from a product to its exponential. The forward
+keeps c (its own output), |s|, l1 (base 2) and log2 n_eff = 2 l1 - l2.
+
+Tokens, heads and dimensions are named as everywhere: query [B, T, H, D], key and value
+[B, S, G, D]. In kernels `b_` marks the values of a block, `o_` offsets, `p_` pointers, `m_` masks
+and `i_` the index of a program; BM rows of queries, BN keys, BD the power of two that holds D.
+"""
+
+import functools
+from collections.abc import Callable
+
+import torch
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError as error:
+    raise ImportError("The Triton path of polar attention needs the package triton.") from error
+
+__all__ = [
+    "MIN_HEAD_DIM",
+    "MAX_HEAD_DIM",
+    "Problem",
+    "Tile",
+    "choose_tile",
+    "key_range",
+    "length_terms",
+    "log1p",
+    "locate",
+    "polar_fwd",
+    "softplus",
+]
+
+MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
+# No window: wider than any row, and sums with positions stay far from overflow.
+NO_WINDOW = 2**30
+LN2 = tl.constexpr(0.6931471805599453)
+LOG2E = tl.constexpr(1.4426950408889634)
+MIN_NORM = tl.constexpr(1e-6)
+
+
+class Tile(tuple):
+    """(queries, keys, warps, stages) of one kernel."""
+
+
+@triton.jit
+def log1p(x):
+    """ln(1 + x) for x in [0, 1], accurate for tiny x: 2 artanh(x / (2 + x)) as a series."""
+    z = x / (2 + x)
+    y = z * z
+    series = 1.0 / 15
+    for k in tl.static_range(7):
+        series = series * y + 1.0 / (13 - 2 * k)
+    return 2 * z * series
+
+
+@triton.jit
+def softplus(x):
+    return tl.maximum(x, 0.0) + log1p(tl.exp(-tl.abs(x)))
+
+
+@triton.jit
+def length_terms(count):
+    """ln n and sqrt(ln(n + 1)); ln 0 is taken as 0."""
+    log_count = tl.log(tl.maximum(count, 1).to(tl.float32))
+    return log_count, tl.sqrt(tl.log((count + 1).to(tl.float32)))
+
+
+@triton.jit
+def _document(p_cu_seqlens, num_documents, search_steps, o_t):
+    """The index of each token's document: the last offset that is not past the token."""
+    low = tl.zeros_like(o_t)
+    high = low + num_documents
+    for _ in range(0, search_steps):
+        middle = (low + high + 1) // 2
+        reached = tl.load(p_cu_seqlens + middle) <= o_t
+        low = tl.where(reached, middle, low)
+        high = tl.where(reached, high, middle - 1)
+    return low
+
+
+@triton.jit
+def locate(
+    o_t, i_b, p_cu_seqlens, p_query_start, num_documents, search_steps, offset, window, S,
+    PACKED: tl.constexpr, STARTS: tl.constexpr,
+):  # fmt: skip
+    """The first and last key that queries `o_t` see, and their counts n."""
+    if PACKED:
+        index = _document(p_cu_seqlens, num_documents, search_steps, o_t)
+        position = o_t - tl.load(p_cu_seqlens + index).to(tl.int32)
+        place = o_t
+    elif STARTS:
+        position = o_t + tl.load(p_query_start + i_b).to(tl.int32)
+        place = position
+    else:
+        position = o_t + offset
+        place = position
+    reach = tl.minimum(position, window - 1)
+    return place - reach, tl.minimum(place, S - 1), tl.maximum(reach + 1, 0)
+
+
+@triton.jit
+def key_range(b_first, b_last, o_t, T, BM: tl.constexpr):
+    """The keys [start, stop) that some row of the tile sees, and [full_start, full_stop), which all
+    of them see. Both ends grow with the row."""
+    m_t = o_t < T
+    start = tl.maximum(tl.min(tl.where(m_t, b_first, 2147483647)), 0)
+    full_start = tl.max(tl.where(m_t, b_first, 0))
+    stop = tl.max(tl.where(m_t, b_last, -1)) + 1
+    full_stop = tl.min(tl.where(m_t, b_last, 2147483647)) + 1
+    return start, stop, full_start, full_stop
+
+
+@triton.jit(do_not_specialize=[
+    "B", "T", "S", "num_documents", "search_steps", "offset", "window",
+    "s_qb", "s_qt", "s_qh", "s_kb", "s_kt", "s_kh", "s_vb", "s_vt", "s_vh",
+])  # fmt: skip
+def polar_attention_fwd_kernel(
+    p_q, p_k, p_v, p_null, p_gain, p_base, p_slope, p_magnitude_gain, p_cu_seqlens, p_query_start,
+    p_c, p_magnitude, p_norm, p_l1, p_log_n_eff,
+    B, T, S, num_documents, search_steps, offset, window, scale,
+    s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_vb, s_vt, s_vh,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, ALIGN: tl.constexpr,
+    PACKED: tl.constexpr, STARTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    # The last tiles of causal rows are the longest: they start first.
+    i_bh = tl.program_id(0) % (B * H)
+    i_t = tl.cdiv(T, BM) - 1 - tl.program_id(0) // (B * H)
+    i_b, i_h = i_bh // H, i_bh % H
+    b64, h64, g64 = i_b.to(tl.int64), i_h.to(tl.int64), (i_h // (H // G)).to(tl.int64)
+    o_t = i_t * BM + tl.arange(0, BM)
+    o_d = tl.arange(0, BD)
+    m_t, m_d = o_t < T, o_d < D
+    b_first, b_last, b_count = locate(
+        o_t, i_b, p_cu_seqlens, p_query_start, num_documents, search_steps, offset, window, S,
+        PACKED, STARTS,
+    )  # fmt: skip
+    start, stop, full_start, full_stop = key_range(b_first, b_last, o_t, T, BM)
+
+    log_count, root = length_terms(b_count)
+    temp = 1 + softplus(tl.load(p_gain + i_h).to(tl.float32)) * log_count
+    null = tl.load(p_base + i_h).to(tl.float32)
+    null += softplus(tl.load(p_slope + i_h).to(tl.float32)) * root
+    b_rate = temp * (scale * LOG2E)
+
+    p_q += tl.multiple_of(b64 * s_qb + h64 * s_qh, ALIGN)
+    s_qt = tl.multiple_of(s_qt.to(tl.int64), ALIGN)
+    b_q = tl.load(p_q + o_t[:, None] * s_qt + o_d[None, :], m_t[:, None] & m_d[None, :], 0.0)
+    s_kt = tl.multiple_of(s_kt.to(tl.int64), ALIGN)
+    s_vt = tl.multiple_of(s_vt.to(tl.int64), ALIGN)
+    p_k += tl.multiple_of(b64 * s_kb + g64 * s_kh, ALIGN)
+    p_v += tl.multiple_of(b64 * s_vb + g64 * s_vh, ALIGN)
+
+    b_acc = tl.zeros([BM, BD], tl.float32)
+    b_max = tl.full([BM], float("-inf"), tl.float32)
+    b_sum = tl.zeros([BM], tl.float32)
+    b_squares = tl.zeros([BM], tl.float32)
+    for j in range(start, stop, BN):
+        o_n = j + tl.arange(0, BN)
+        m_n = (o_n < S)[:, None] & m_d[None, :]
+        b_k = tl.load(p_k + o_n[:, None] * s_kt + o_d[None, :], m_n, 0.0)
+        b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
+        if (j < full_start) | (j + BN > full_stop):
+            m_s = (b_first[:, None] <= o_n[None, :]) & (o_n[None, :] <= b_last[:, None])
+            b_s = tl.where(m_s, b_s, float("-inf"))
+        new_max = tl.maximum(b_max, tl.max(b_s, 1) * b_rate)
+        # Nothing seen so far: any finite shift turns the -inf logits into zero weights.
+        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+        b_p = tl.exp2(b_s * b_rate[:, None] - shift[:, None])
+        decay = tl.exp2(b_max - shift)
+        b_sum = b_sum * decay + tl.sum(b_p, 1)
+        b_squares = b_squares * (decay * decay) + tl.sum(b_p * b_p, 1)
+        b_max = new_max
+        b_v = tl.load(p_v + o_n[:, None] * s_vt + o_d[None, :], m_n, 0.0)
+        b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * decay[:, None], input_precision="ieee")
+
+    m_seen = b_last >= b_first
+    b_sum = tl.where(m_seen, b_sum, 1.0)
+    log_sum = tl.log2(b_sum)
+    b_l1 = tl.where(m_seen, b_max + log_sum, 0.0)
+    b_log_n_eff = 2 * log_sum - tl.log2(tl.where(m_seen, b_squares, 1.0))
+    # Against the null: the real keys' share is sigmoid(l1 - a_0).
+    gap = b_l1 * LN2 - temp * null
+    real = tl.where(m_seen, tl.sigmoid(gap), 0.0)
+    null_weight = tl.where(m_seen, tl.sigmoid(-gap), 1.0)
+    b_null = tl.load(p_null + h64 * D + o_d, m_d, 0.0).to(tl.float32)
+    b_acc = b_acc * (real / b_sum)[:, None] + null_weight[:, None] * b_null[None, :]
+    b_norm = tl.sqrt(tl.sum(b_acc * b_acc, 1))
+    b_acc /= tl.maximum(b_norm, MIN_NORM)[:, None]
+    # tanh(gain ln(1 + m_eff)) with ln(1 + m_eff) = softplus(ln m_eff)
+    log_m_eff = tl.where(m_seen, b_log_n_eff * LN2 - softplus(-gap), float("-inf"))
+    gain = softplus(tl.load(p_magnitude_gain + i_h).to(tl.float32))
+    b_magnitude = _tanh(gain * softplus(log_m_eff))
+
+    rows = (b64 * T + o_t) * H + i_h
+    tl.store(p_c + rows[:, None] * D + o_d[None, :], b_acc, m_t[:, None] & m_d[None, :])
+    tl.store(p_magnitude + rows, b_magnitude, m_t)
+    heads_first = (b64 * H + i_h) * T + o_t
+    tl.store(p_norm + heads_first, b_norm, m_t)
+    tl.store(p_l1 + heads_first, b_l1, m_t)
+    tl.store(p_log_n_eff + heads_first, b_log_n_eff, m_t)
+
+
+@triton.jit
+def _tanh(x):
+    """tanh of x >= 0, also accurate for tiny x."""
+    y = x * x
+    small = x * (1 + y * (-1.0 / 3 + y * (2.0 / 15 - y * (17.0 / 315))))
+    e = tl.exp(-2 * x)
+    return tl.where(x < 0.1, small, (1 - e) / (1 + e))
+
+
+# Tiles by compute capability, then by (bytes of an element, BD): queries, keys, warps, stages.
+# A device that is not listed takes the row of the closest older one.
+FORWARD_TILES = {
+    (8, 0): {
+        (2, 16): (128, 64, 4, 3),
+        (2, 32): (128, 64, 4, 3),
+        (2, 64): (128, 64, 4, 3),
+        (2, 128): (128, 64, 8, 3),
+        (2, 256): (128, 32, 8, 2),
+        (4, 16): (64, 32, 4, 2),
+        (4, 32): (64, 32, 4, 2),
+        (4, 64): (64, 32, 4, 2),
+        (4, 128): (32, 32, 4, 2),
+        (4, 256): (32, 16, 4, 2),
+    },
+    (9, 0): {
+        (2, 64): (128, 128, 8, 3),
+        (2, 128): (128, 128, 8, 3),
+        (2, 256): (128, 64, 8, 2),
+    },
+}
+
+
+@functools.lru_cache
+def _device_limits(index: int | None) -> tuple[tuple[int, int], int]:
+    """Compute capability and the bytes of shared memory that one program may use."""
+    if index is None:
+        # The interpreter: small tiles, so that short rows take several.
+        return (0, 0), 2**20
+    properties = torch.cuda.get_device_properties(index)
+    return (properties.major, properties.minor), properties.shared_memory_per_block_optin
+
+
+def choose_tile(
+    tiles: dict, x: torch.Tensor, block_dim: int, shared_memory: Callable[[Tile], int]
+) -> Tile:
+    """The tile of a table for the device of `x`, smaller where its shared memory does not suffice.
+
+    Args:
+        tiles: by compute capability, then by (bytes of an element, BD).
+        x: an input.
+        block_dim: BD.
+        shared_memory: gives the bytes that a tile needs.
+    """
+    capability, limit = _device_limits(x.device.index if x.is_cuda else None)
+    if capability == (0, 0):
+        return Tile((32, 32, 4, 1))
+    entry = None
+    for known in sorted(tiles):
+        if entry is None or known <= capability:
+            entry = tiles[known].get((x.element_size(), block_dim), entry)
+    tile = Tile(entry)
+    while shared_memory(tile) > limit:
+        queries, keys, warps, stages = tile
+        if stages > 1:
+            tile = Tile((queries, keys, warps, stages - 1))
+        elif max(queries, keys) > 16:
+            halves = (queries // 2, keys) if queries >= keys else (queries, keys // 2)
+            tile = Tile((*halves, warps, stages))
+        else:
+            break
+    return tile
+
+
+class Problem:
+    """The sizes and the visibility of one call, as the kernels take them."""
+
+    def __init__(self, query, key, cu_seqlens, query_start, window):
+        self.B, self.T, self.H, self.D = query.shape
+        self.S, self.G = key.shape[1], key.shape[2]
+        self.BD = max(triton.next_power_of_2(self.D), 16)
+        self.cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
+        self.query_start = None if query_start is None else query_start.contiguous()
+        self.num_documents = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        self.offset = 0 if cu_seqlens is not None else self.S - self.T
+        self.window = NO_WINDOW if window is None else min(window, NO_WINDOW)
+
+    def sizes(self) -> tuple:
+        """B, T, S, num_documents, search_steps, offset, window, scale."""
+        return (
+            self.B,
+            self.T,
+            self.S,
+            self.num_documents,
+            self.num_documents.bit_length(),
+            self.offset,
+            self.window,
+            self.D**-0.5,
+        )
+
+    def constants(self, *strided: torch.Tensor) -> dict:
+        """What kernels are compiled for; the strides of `strided` are multiples of ALIGN."""
+        strides = [s for x in strided for s in x.stride()[:3]]
+        return {
+            "H": self.H,
+            "G": self.G,
+            "D": self.D,
+            "BD": self.BD,
+            "ALIGN": 8 if all(s % 8 == 0 for s in strides) else 1,
+            "PACKED": self.cu_seqlens is not None,
+            "STARTS": self.query_start is not None,
+        }
+
+
+def rows_contiguous(x: torch.Tensor) -> torch.Tensor:
+    """`x` [B, T, heads, D], copied only if its last dimension is not dense."""
+    return x if x.stride(3) == 1 else x.contiguous()
+
+
+def polar_fwd(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    null_value: torch.Tensor,
+    length_gain: torch.Tensor,
+    null_base: torch.Tensor,
+    null_slope: torch.Tensor,
+    magnitude_gain: torch.Tensor,
+    cu_seqlens: torch.Tensor | None,
+    query_start: torch.Tensor | None,
+    window: int | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The forward: arguments as in `polar_attention`; query, key and value share one dtype.
+
+    Returns:
+        direction [B, T, H, D] and magnitude [B, T, H] in the dtype of the query, and in fp32
+        [B, H, T] the norm |s|, l1 in base 2, and log2 n_eff.
+    """
+    query, key, value = (rows_contiguous(x) for x in (query, key, value))
+    problem = Problem(query, key, cu_seqlens, query_start, window)
+    B, T, H, _ = query.shape
+    direction = query.new_empty(query.shape)
+    magnitude = query.new_empty(B, T, H)
+    norm, l1, log_n_eff = (
+        torch.empty(B, H, T, dtype=torch.float32, device=query.device) for _ in range(3)
+    )
+    if direction.numel() == 0:
+        return direction, magnitude, norm, l1, log_n_eff
+
+    def shared_memory(tile):
+        queries, keys, _, stages = tile
+        return (queries + 2 * stages * keys) * problem.BD * query.element_size()
+
+    BM, BN, warps, stages = choose_tile(FORWARD_TILES, query, problem.BD, shared_memory)
+    with torch.cuda.device_of(query):
+        polar_attention_fwd_kernel[(triton.cdiv(T, BM) * B * H,)](
+            query, key, value, null_value.contiguous(), length_gain.contiguous(),
+            null_base.contiguous(), null_slope.contiguous(), magnitude_gain.contiguous(),
+            problem.cu_seqlens, problem.query_start,
+            direction, magnitude, norm, l1, log_n_eff,
+            *problem.sizes(), *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
+            **problem.constants(query, key, value),
+            BM=BM, BN=BN, num_warps=warps, num_stages=stages,
+        )  # fmt: skip
+    return direction, magnitude, norm, l1, log_n_eff
