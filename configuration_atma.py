@@ -106,12 +106,14 @@ class AtmaConfig(PreTrainedConfig):
             self.layer_types = [
                 "hybrid" if i % 4 == 2 else "conv" for i in range(self.num_hidden_layers)
             ]
-        # Transformers 5.17 renames "conv" to "linear_attention" on the way, also in configs that it
-        # saved.
+        # Configurations that other code saved with Transformers 5.17 may carry its newer name.
         self.layer_types = ["conv" if t == "linear_attention" else t for t in self.layer_types]
         self._check_fields()
         super().__post_init__(**kwargs)
-        self.layer_types = ["conv" if t == "linear_attention" else t for t in self.layer_types]
+
+    def validate_layer_type(self):
+        """Replaces the stock check, which renames "conv" in Transformers 5.17."""
+        self._check_fields()
 
     def _check_fields(self):
         """Refuses what the model cannot honour, with a plain `ValueError` of one sentence."""

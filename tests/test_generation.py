@@ -183,7 +183,7 @@ def test_speculation_on_a_static_cache_equals_greedy_or_is_refused(model, tokens
             **GREEDY,
         )
     except ValueError as error:  # Transformers 5.17 refuses the combination itself
-        assert "static" in str(error)
+        assert "static" in str(error).lower()
     else:
         assert torch.equal(found, expected)
 
