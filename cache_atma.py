@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from transformers.cache_utils import Cache, DynamicCache
 
 from .kernels.gated_delta import gated_delta
-from .kernels.pages import gather_pages, write_pages
+from .kernels.pages import gather_pages, write_key_value_pages, write_pages
 from .kernels.short_convolution import shift_window
 from .paging_atma import PagedRows, PagePool, mark_static
 from .rollback_atma import Recording, RollbackState
@@ -39,7 +39,7 @@ class AtmaConvLayer:
         self.max_length = cache.max_length
         self.recording = cache.recording
         self.rows = cache.rows
-        self.conv = RollbackState(_advance_window, self.recording)
+        self.conv = RollbackState(_advance_window, self.recording, self.max_length is not None)
 
     @property
     def states(self) -> dict[str, RollbackState]:
@@ -61,7 +61,7 @@ class AtmaConvLayer:
         if window is None:
             window = inputs.new_zeros(inputs.shape[0], self.kernel_size - 1, inputs.shape[2])
         new = shift_window(window, inputs.detach(), lengths)
-        self.conv.commit(new, (inputs,), static=self.max_length is not None)
+        self.conv.commit(new, (inputs,))
 
     @property
     def record_past(self) -> bool:
@@ -106,6 +106,7 @@ class AtmaHybridLayer(AtmaConvLayer):
         retention_bias = float(config.memory_retention_bias)
         write_bias = float(config.memory_write_bias)
         max_half_life, backend = config.memory_max_half_life, config.kernel_backend
+        self.kernel_backend = backend
 
         def advance(state, inputs, lengths):
             key, value, retention_logits, write_logits = inputs
@@ -128,7 +129,7 @@ class AtmaHybridLayer(AtmaConvLayer):
                 backend=backend,
             )[1]
 
-        self.memory = RollbackState(advance, self.recording)
+        self.memory = RollbackState(advance, self.recording, self.max_length is not None)
         # Keys and values of a learned prefix, `[B, S, G, D]`, for the one call whose gradient must
         # reach them.
         self.live_prefix: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -157,11 +158,15 @@ class AtmaHybridLayer(AtmaConvLayer):
         Stores `key` and `value` `[B, T, G, D]` from position `start` `[B]` on; the first `lengths`
         are real.
         """
-        key, value = key.detach(), value.detach()
-        table = self.rows.page_table.to(key.device)
-        slabs = self.rows.pool.layer_slabs(self.layer_idx, key)
-        for pool, new in zip(slabs, (key, value), strict=True):
-            write_pages(pool, table, new.to(pool[0].dtype), start, lengths)
+        write_key_value_pages(
+            *self.rows.pool.layer_slabs(self.layer_idx, key),
+            self.rows.page_table.to(key.device),
+            key.detach(),
+            value.detach(),
+            start,
+            lengths,
+            backend=self.kernel_backend,
+        )
 
     def slabs(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         return self.rows.pool.layer_slabs(self.layer_idx)
@@ -218,6 +223,8 @@ class AtmaCache(Cache):
         self.page_size = page_size
         self.recording = Recording(record_limit)
         self.rows = PagedRows(PagePool(page_size), max_length, expected_length)
+        # The captured decoding step of this cache, if there is one; it is never copied.
+        self.decode_graph = None
         super().__init__(
             layers=[
                 AtmaHybridLayer(self, i, config)
@@ -254,7 +261,7 @@ class AtmaCache(Cache):
         recording.extend(num_tokens, mask, added.to(self.rows.lengths))
         if recording.width > 2 * recording.limit:
             dropped = (recording.counts - recording.limit).clamp(min=0)
-            for state in self._states():
+            for state in self.states():
                 state.fold(dropped, recording.limit)
             recording.counts = recording.counts - dropped
             recording.width = recording.limit
@@ -366,7 +373,7 @@ class AtmaCache(Cache):
             old.free()
         else:
             self._select_fixed(indices, same_size)
-        for state in self._states():
+        for state in self.states():
             state.select(indices, in_place=self.max_length is not None and same_size)
         recording = self.recording
         if recording.counts is not None:
@@ -408,7 +415,8 @@ class AtmaCache(Cache):
         for layer in self.layers:
             layer.rows = rows
 
-    def _states(self) -> list[RollbackState]:
+    def states(self) -> list[RollbackState]:
+        """The recurrent states of all layers."""
         return [state for layer in self.layers for state in layer.states.values()]
 
     # Going back, copies, files.
@@ -455,19 +463,19 @@ class AtmaCache(Cache):
                     f"record_limit (now {recording.limit}), or keep a fork() of it."
                 )
             kept = recording.counts - dropped
-            for state in self._states():
+            for state in self.states():
                 state.put_back(kept)
             recording.counts = kept
             recording.forget(num_tokens)
             self.rows.drop(num_tokens, dropped)
         elif tokens_to_remove == 0:
-            for state in self._states():
+            for state in self.states():
                 state.forget()
             recording.clear()
 
     def reset(self) -> None:
         """Forgets all tokens and keeps the storage."""
-        for state in self._states():
+        for state in self.states():
             state.zero()
         self.recording.clear()
         rows = self.rows
@@ -500,7 +508,7 @@ class AtmaCache(Cache):
         other.recording.columns = list(self.recording.columns)
         other.recording.width = self.recording.width
         other.recording.counts = self.recording.counts
-        for mine, theirs in zip(self._states(), other._states(), strict=True):
+        for mine, theirs in zip(self.states(), other.states(), strict=True):
             theirs.copy_from(mine)
         return other
 

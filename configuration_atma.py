@@ -57,6 +57,8 @@ class AtmaConfig(PreTrainedConfig):
         max_position_embeddings (`int`, defaults to 2048): The training length. Informative: there
             is no positional table, and longer sequences are read as they are.
         kernel_backend (`str`, defaults to `"auto"`): `"auto"`, `"triton"` or `"torch"`.
+        decode_graph (`bool`, defaults to `True`): Whether decoding on a CUDA device is captured in
+            a CUDA graph and replayed where that is possible.
 
     ```python
     >>> from atma import AtmaConfig, AtmaForCausalLM
@@ -93,6 +95,7 @@ class AtmaConfig(PreTrainedConfig):
     distractor_loss_coef: float | int = 0.01
     max_position_embeddings: int = 2048
     kernel_backend: str = "auto"
+    decode_graph: bool = True
     use_cache: bool = True
     pad_token_id: int | None = None
     bos_token_id: int | None = None

@@ -141,10 +141,14 @@ def build_layout(
                 "real tokens and padding: "
                 "its convolutions and memory cannot follow an arbitrary attention pattern."
             )
-        if attention_mask.shape[0] != B or attention_mask.shape[1] < T:
+        # The length of a cache of fixed capacity is known on its device only.
+        seen = cache.get_seq_length() if filled else 0
+        fits = attention_mask.shape[1] in (T, seen + T) if isinstance(seen, int) else True
+        if attention_mask.shape[0] != B or attention_mask.shape[1] < T or not fits:
             raise ValueError(
                 f"attention_mask has shape {tuple(attention_mask.shape)} but the input has {B} "
-                f"rows and {T} new tokens."
+                f"rows and {T} new tokens{f' after {seen}' if filled else ''}: give it as many "
+                "columns as there are new tokens, or tokens altogether."
             )
     if position_ids is not None:
         position_ids = position_ids.to(device).expand(B, T)

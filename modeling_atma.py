@@ -14,12 +14,15 @@ from transformers import initialization as init
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import can_return_tuple, logging
 
 from .cache_atma import AtmaCache, AtmaConvLayer, AtmaHybridLayer
 from .configuration_atma import AtmaConfig
+from .decode_graph_atma import replay_step
 from .generation_atma import AtmaGenerationMixin
 from .kernels.columns import gather_columns, place_after
+from .kernels.decode_convolution import canon_step, gated_causal_conv1d_step
 from .kernels.gated_delta import gated_delta, gated_delta_step, log_retention
 from .kernels.paged_polar_attention import paged_polar_attention
 from .kernels.polar_attention import (
@@ -32,12 +35,13 @@ from .kernels.short_convolution import causal_conv1d, gated_causal_conv1d
 from .kernels.softmax_attention import apply_rotary, softmax_attention
 from .layout_atma import TokenLayout, build_layout
 from .outputs_atma import CACHE_NAME, AtmaCausalLMOutput, AtmaDiagnostics, AtmaModelOutput
+from .rollback_atma import RollbackState
 
 logger = logging.get_logger(__name__)
 
 # Norms without a weight use the spacing of fp32 at 1.
 UNWEIGHTED_NORM_EPS = 2.0**-23
-# Up to this many tokens the memory steps in place, token by token; beyond, it runs in chunks.
+# Up to this many tokens on top of a cache, states advance in place, token by token.
 MAX_STEP_TOKENS = 8
 
 
@@ -87,6 +91,20 @@ class AtmaMLP(nn.Module):
         )
 
 
+def can_step(layout: TokenLayout, state: RollbackState | None) -> bool:
+    """
+    Whether a state advances in place over the tokens of a call: it exists, they are few and of one
+    document, and no gradient needs the state before.
+    """
+    return (
+        state is not None
+        and state.current is not None
+        and layout.shape[1] <= MAX_STEP_TOKENS
+        and layout.cu_seqlens is None
+        and not torch.is_grad_enabled()
+    )
+
+
 class AtmaShortConv(nn.Module):
     """The gated convolution of LFM2: `b, c, h = in_proj(x)`, `out_proj( c * conv(b * h) )`."""
 
@@ -103,8 +121,20 @@ class AtmaShortConv(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, layout: TokenLayout, state: AtmaConvLayer | None
     ) -> torch.Tensor:
+        projected = self.in_proj(layout.gather(hidden_states))
+        if can_step(layout, state and state.conv):
+            state.conv.remember()
+            y, conv_input = gated_causal_conv1d_step(
+                projected,
+                self.conv_weight,
+                state.conv_state,
+                lengths=layout.lengths,
+                backend=self.kernel_backend,
+            )
+            state.conv.commit(None, (conv_input,))
+            return layout.scatter(self.out_proj(y))
         y, conv_input = gated_causal_conv1d(
-            self.in_proj(layout.gather(hidden_states)),
+            projected,
             self.conv_weight,
             initial_state=None if state is None else state.conv.for_forward(),
             cu_seqlens=layout.cu_seqlens,
@@ -148,50 +178,53 @@ class AtmaMemory(nn.Module):
         """
         retention_logits = self.retention_proj(hidden_states)
         write_logits = self.write_proj(hidden_states)
+        gate = self.gate_proj(hidden_states).view(query.shape)
         inputs = (key, value, retention_logits, write_logits)
-        final_state = None
-        if state is None:
-            read, final_state = gated_delta(
+        memory = state and state.memory
+        if can_step(layout, memory):
+            memory.remember()
+            read = gated_delta_step(
                 query,
                 *inputs,
+                memory.current,
                 **self.rule,
-                cu_seqlens=layout.cu_seqlens,
-                output_final_state=diagnostics is not None,
+                lengths=layout.lengths,
+                readout_gate=gate,
             )
+            memory.commit(None, inputs)
+            final_state = memory.current
         else:
-            read = self._read_and_store(query, inputs, layout, state)
-            final_state = state.memory_state
+            read, final_state = self._read(
+                query, inputs, layout, memory, want_state=diagnostics is not None
+            )
+            read = rms_norm(read) * torch.sigmoid(gate)
         if diagnostics is not None:
             log_gamma = log_retention(
                 retention_logits.detach(), self.rule["retention_bias"], self.rule["max_half_life"]
             )
             diagnostics.half_life = layout.scatter(-math.log(2) / log_gamma)
             diagnostics.memory_norm = final_state.detach().flatten(2).norm(dim=2)
-        gate = torch.sigmoid(self.gate_proj(hidden_states)).view_as(read)
-        return self.out_proj((rms_norm(read) * gate).flatten(2))
+        return self.out_proj(read.flatten(2))
 
-    def _read_and_store(
-        self, query, inputs, layout: TokenLayout, state: AtmaHybridLayer
-    ) -> torch.Tensor:
-        memory = state.memory
+    def _read(self, query, inputs, layout: TokenLayout, memory: RollbackState | None, want_state):
+        """The read `[B, T, H, D]` of a whole sequence and the state after it; stores the state."""
+        if memory is None:
+            return gated_delta(
+                query,
+                *inputs,
+                **self.rule,
+                cu_seqlens=layout.cu_seqlens,
+                output_final_state=want_state,
+            )
         memory.remember()
         if layout.cu_seqlens is not None:
             read, _ = gated_delta(query, *inputs, **self.rule, cu_seqlens=layout.cu_seqlens)
             query, *inputs = (layout.rows(x) for x in (query, *inputs))
-            final = gated_delta(
+            _, final_state = gated_delta(
                 query, *inputs, **self.rule, lengths=layout.state_lengths, output_final_state=True
-            )[1]
-        elif (
-            query.shape[1] <= MAX_STEP_TOKENS
-            and memory.current is not None
-            and not torch.is_grad_enabled()
-        ):
-            read = gated_delta_step(
-                query, *inputs, memory.current, **self.rule, lengths=layout.lengths
             )
-            final = None
         else:
-            read, final = gated_delta(
+            read, final_state = gated_delta(
                 query,
                 *inputs,
                 **self.rule,
@@ -199,8 +232,8 @@ class AtmaMemory(nn.Module):
                 lengths=layout.lengths,
                 output_final_state=True,
             )
-        memory.commit(final, tuple(inputs), static=state.max_length is not None)
-        return read
+        memory.commit(final_state, tuple(inputs))
+        return read, final_state
 
 
 class AtmaAttention(nn.Module):
@@ -249,6 +282,18 @@ class AtmaAttention(nn.Module):
         """`y + conv(y)` on query, key and value, whose heads are flattened into channels."""
         streams = (query, key, value)
         weights = (self.query_canon_weight, self.key_canon_weight, self.value_canon_weight)
+        if can_step(layout, state and state.conv):
+            state.conv.remember()
+            mixed = canon_step(
+                *streams,
+                *weights,
+                state.conv_state,
+                lengths=layout.lengths,
+                backend=self.kernel_backend,
+            )
+            if state.record_past:
+                state.conv.commit(None, (torch.cat(streams, dim=-1),))
+            return mixed
         windows = (None, None, None)
         if state is not None and (window := state.conv.for_forward()) is not None:
             windows = window.split([x.shape[-1] for x in streams], dim=-1)
@@ -293,7 +338,7 @@ class AtmaAttention(nn.Module):
             output = paged_polar_attention(
                 query,
                 *state.slabs(),
-                state.rows.visible_pages(query.shape[1]).to(query.device),
+                self._pages(state, query),
                 layout.start,
                 *self._null_and_scalars(),
                 window=self.window,
@@ -334,6 +379,13 @@ class AtmaAttention(nn.Module):
                 *inputs, return_statistics=want_statistics, backend=self.kernel_backend, **visible
             )
         return self._report(output, layout, diagnostics)
+
+    def _pages(self, state: AtmaHybridLayer, query: torch.Tensor) -> torch.Tensor:
+        # On a GPU the whole table: kernels stop at a row's length, and a captured step needs one
+        # shape.
+        rows = state.rows
+        table = rows.page_table if query.is_cuda else rows.visible_pages(query.shape[1])
+        return table.to(query.device)
 
     def _null_and_scalars(self) -> tuple[torch.Tensor, ...]:
         return (
@@ -535,6 +587,14 @@ def init_taps(weight: torch.Tensor, kernel_size: int) -> None:
     init.uniform_(weight, -bound, bound)
 
 
+def kept_hidden_states(request: bool | int | list[int] | None, count: int) -> set[int]:
+    """Which of `count` hidden states `output_hidden_states` asks for: all, none, or by index."""
+    if request is None or isinstance(request, bool):
+        return set(range(count)) if request else set()
+    indices = [request] if isinstance(request, int) else list(request)
+    return {i % count for i in indices if -count <= i < count}
+
+
 class AtmaModel(AtmaPreTrainedModel):
     """The decoder: embeddings, decoder layers, final norm."""
 
@@ -599,7 +659,7 @@ class AtmaModel(AtmaPreTrainedModel):
         use_cache: bool | None = None,
         past_key_values: Cache | None = None,
         output_attentions: bool | None = None,
-        output_hidden_states: bool | None = None,
+        output_hidden_states: bool | int | list[int] | None = None,
         output_diagnostics: bool = False,
         cu_seq_lens_q: torch.Tensor | None = None,
         cu_seq_lens_k: torch.Tensor | None = None,
@@ -616,6 +676,8 @@ class AtmaModel(AtmaPreTrainedModel):
                 each other.
             cache, past_key_values: an `AtmaCache` to continue and fill (either name).
             use_cache: whether to return a cache. Defaults to `config.use_cache`.
+            output_hidden_states (`bool`, `int` or `list[int]`): whether to return the input of every
+                layer and the output of the final norm, or which of them (others are `None`).
             output_diagnostics: whether to return an `AtmaDiagnostics` for each hybrid layer.
             cu_seq_lens_q (`[N + 1]`): boundaries of packed documents in one row, instead of
                 `position_ids`. `cu_seq_lens_k` must be the same. `seq_idx` (`[B, T]`): the document
@@ -639,6 +701,7 @@ class AtmaModel(AtmaPreTrainedModel):
         )
         if output_hidden_states is None:
             output_hidden_states = config.output_hidden_states
+        kept = kept_hidden_states(output_hidden_states, len(self.layers) + 1)
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
         B, T = inputs_embeds.shape[:2]
@@ -652,8 +715,8 @@ class AtmaModel(AtmaPreTrainedModel):
 
         hidden_states = inputs_embeds
         all_hidden_states, all_weights, masses, diagnostics = [], [], [], []
-        for layer in self.layers:
-            all_hidden_states.append(hidden_states)
+        for i, layer in enumerate(self.layers):
+            all_hidden_states.append(hidden_states if i in kept else None)
             hidden_states, weights, mass, layer_diagnostics = layer(
                 hidden_states,
                 layout=layout,
@@ -667,7 +730,7 @@ class AtmaModel(AtmaPreTrainedModel):
             if mass is not None:
                 masses.append(mass)
         hidden_states = self.norm(hidden_states)
-        all_hidden_states.append(hidden_states)
+        all_hidden_states.append(hidden_states if len(self.layers) in kept else None)
         if cache is not None:
             mask = None
             if layout.cu_seqlens is not None:
@@ -679,7 +742,7 @@ class AtmaModel(AtmaPreTrainedModel):
             cache.advance(T, mask, layout.state_lengths)
         return AtmaModelOutput(
             last_hidden_state=hidden_states,
-            hidden_states=tuple(all_hidden_states) if output_hidden_states else None,
+            hidden_states=tuple(all_hidden_states) if kept else None,
             attentions=tuple(all_weights) if output_attentions else None,
             distractor_loss=torch.stack([m.to(device) for m in masses]).mean() if masses else None,
             diagnostics=tuple(diagnostics) if output_diagnostics else None,
@@ -714,7 +777,7 @@ class AtmaForCausalLM(AtmaPreTrainedModel, AtmaGenerationMixin):
         logits_to_keep: int | torch.Tensor = 0,
         past_key_values: Cache | None = None,
         output_attentions: bool | None = None,
-        output_hidden_states: bool | None = None,
+        output_hidden_states: bool | int | list[int] | None = None,
         output_diagnostics: bool = False,
         **kwargs,
     ) -> AtmaCausalLMOutput:
@@ -730,6 +793,19 @@ class AtmaForCausalLM(AtmaPreTrainedModel, AtmaGenerationMixin):
 
         Logits come in the model's dtype, in fp32 where `labels` are given.
         """
+        given = past_key_values if cache is None else cache
+        extras = {
+            "inputs_embeds": inputs_embeds,
+            "labels": labels,
+            "output_attentions": output_attentions or self.config.output_attentions,
+            "output_hidden_states": output_hidden_states or self.config.output_hidden_states,
+            "output_diagnostics": output_diagnostics,
+            "positions": isinstance(logits_to_keep, torch.Tensor),
+            **{name: value for name, value in kwargs.items() if name != "return_dict"},
+        }
+        logits = replay_step(self, given, input_ids, attention_mask, position_ids, extras)
+        if logits is not None:
+            return AtmaCausalLMOutput(logits=logits, **{CACHE_NAME: given})
         by_default = isinstance(logits_to_keep, int) and logits_to_keep == 0
         if labels is not None and not by_default:
             raise ValueError("labels need the logits of all positions: leave logits_to_keep at 0.")
@@ -747,25 +823,17 @@ class AtmaForCausalLM(AtmaPreTrainedModel, AtmaGenerationMixin):
             return_dict=True,
             **{name: value for name, value in kwargs.items() if name != "return_dict"},
         )
-        logits = self.lm_head(keep_positions(outputs.last_hidden_state, logits_to_keep))
-        cap = float(self.config.logit_softcap)
+        hidden_states = keep_positions(outputs.last_hidden_state, logits_to_keep)
         loss = None
-        if labels is not None:
-            logits = soft_cap(logits, cap)
+        if labels is None:
+            logits = self.logits_of(hidden_states)
+        else:
+            logits = soft_cap(self.lm_head(hidden_states), float(self.config.logit_softcap))
             loss = self.loss_function(
                 logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs
             )
             if outputs.distractor_loss is not None:
                 loss = loss + self._distractor_term(outputs.distractor_loss, labels, kwargs)
-        elif torch.is_grad_enabled() or logits.dtype == torch.promote_types(
-            logits.dtype, torch.float32
-        ):
-            logits = soft_cap(logits, cap).to(logits.dtype)
-        else:
-            # In place and in slices, so that a long evaluation never holds an fp32 copy of all its
-            # logits.
-            for part in logits.view(-1, logits.shape[-1]).split(4096):
-                part.copy_(soft_cap(part, cap))
         return AtmaCausalLMOutput(
             loss=loss,
             logits=logits,
@@ -775,6 +843,17 @@ class AtmaForCausalLM(AtmaPreTrainedModel, AtmaGenerationMixin):
             diagnostics=outputs.diagnostics,
             **{CACHE_NAME: getattr(outputs, CACHE_NAME)},
         )
+
+    def logits_of(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """The capped logits `[..., V]` of final hidden states `[..., C]`, in the head's dtype."""
+        logits = self.lm_head(hidden_states)
+        cap = float(self.config.logit_softcap)
+        if torch.is_grad_enabled() or logits.dtype not in (torch.bfloat16, torch.float16):
+            return soft_cap(logits, cap).to(logits.dtype)
+        # In slices, so that a long evaluation never holds an fp32 copy of all its logits.
+        for part in logits.view(-1, logits.shape[-1]).split(4096):
+            part.copy_(soft_cap(part, cap))
+        return logits
 
     def _distractor_term(
         self, mass: torch.Tensor, labels: torch.Tensor, kwargs: dict
@@ -787,7 +866,9 @@ class AtmaForCausalLM(AtmaPreTrainedModel, AtmaGenerationMixin):
         total = kwargs.get("num_items_in_batch")
         if total is None:
             return term
-        counted = (labels[:, 1:] != kwargs.get("ignore_index", -100)).sum().to(term.device)
+        targets = kwargs.get("shift_labels")
+        targets = labels[:, 1:] if targets is None else targets
+        counted = (targets != kwargs.get("ignore_index", -100)).sum().to(term.device)
         return term * counted / total
 
 
@@ -803,5 +884,9 @@ def keep_positions(hidden_states: torch.Tensor, logits_to_keep: int | torch.Tens
         return gather_columns(hidden_states, logits_to_keep)
     return hidden_states[:, logits_to_keep]
 
+
+# By this table Trainer knows that label smoothing has to shift the labels (it would train on the
+# tokens themselves otherwise), and pipelines and servers that the model writes text.
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault(AtmaConfig.model_type, AtmaForCausalLM.__name__)
 
 __all__ = ["AtmaForCausalLM", "AtmaModel", "AtmaPreTrainedModel"]

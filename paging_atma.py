@@ -185,12 +185,14 @@ class PagedRows:
 
     def advance(self, num_tokens: int, lengths: torch.Tensor | None) -> None:
         """Counts `num_tokens` more columns, `lengths` `[B]` of them real (`None`: all)."""
-        added = num_tokens if lengths is None else lengths.to(self.lengths.device)
+        self.lengths.add_(num_tokens if lengths is None else lengths.to(self.lengths.device))
+        self.count_columns(num_tokens)
+
+    def count_columns(self, num_tokens: int) -> None:
+        """The part of `advance` that does not depend on what is real."""
         if self.max_length is None:
-            self.lengths = self.lengths + added
             self.padded_length += num_tokens
         else:
-            self.lengths.add_(added)
             self.padded_length.add_(num_tokens)
         self.has_content = True
 
@@ -237,11 +239,10 @@ class PagedRows:
         others that the rows will write to again are replaced by copies.
         """
         before = self.lengths.tolist()
+        self.lengths.sub_(dropped)
         if self.max_length is None:
-            self.lengths = self.lengths - dropped
             self.padded_length -= num_tokens
         else:
-            self.lengths.sub_(dropped)
             self.padded_length.sub_(num_tokens)
         source, target = [], []
         for pages, old, new in zip(self.pages, before, self.lengths.tolist(), strict=True):

@@ -65,13 +65,15 @@ class RollbackState:
     `base` before the recorded tokens together with the inputs that led on from there.
 
     Args:
+        static: whether the state's address is promised to stay.
         advance: `(state, inputs, lengths) -> state` after the first `lengths` `[B]` of the inputs
             `[B, T, ...]`.
     """
 
-    def __init__(self, advance: Callable, recording: Recording):
+    def __init__(self, advance: Callable, recording: Recording, static: bool):
         self.advance = advance
         self.recording = recording
+        self.static = static
         self.current: torch.Tensor | None = None
         self.base: torch.Tensor | None = None
         self.inputs: tuple[torch.Tensor, ...] | None = None
@@ -90,9 +92,7 @@ class RollbackState:
         if self.recording.active and self.inputs is None:
             self.base = None if self.current is None else self.current.clone()
 
-    def commit(
-        self, new: torch.Tensor | None, inputs: tuple[torch.Tensor, ...], static: bool
-    ) -> None:
+    def commit(self, new: torch.Tensor | None, inputs: tuple[torch.Tensor, ...]) -> None:
         """
         Stores the new state (`None`: it was updated in place) and records the inputs that led to
         it.
@@ -102,7 +102,7 @@ class RollbackState:
             if self.current is None:
                 # A copy, so that the state never pins the tensors of a prefill.
                 self.current = new.clone(memory_format=torch.contiguous_format)
-                if static:
+                if self.static:
                     mark_static(self.current)
             else:
                 self.current.copy_(new)

@@ -30,9 +30,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
+from transformers.utils.logging import disable_progress_bar
 
 CONTEXTS = [256, 512, 1024, 2048, 4096, 8192]
 SCORED_TOKENS = 128
+WINDOWS_PER_FILE = 2
 END_OF_TEXT = "<|endoftext|>"
 
 # What a user of the saved folder writes, where the package cannot be imported.
@@ -44,7 +46,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
 folder, prompt, new_tokens, seed = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-tokenizer = AutoTokenizer.from_pretrained(folder)
+tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
 model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
 torch.manual_seed(seed)
 model.generate(
@@ -97,11 +99,11 @@ def build_model(tokenizer: PreTrainedTokenizerFast, context: int) -> AtmaForCaus
     """An ATMA with every layer kind, small enough for a CPU."""
     config = AtmaConfig(
         vocab_size=len(tokenizer),
-        hidden_size=160,
+        hidden_size=128,
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=40,
+        head_dim=32,
         max_position_embeddings=context,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
@@ -151,10 +153,12 @@ def train(
         lr_scheduler_type="cosine",
         warmup_steps=arguments.steps // 20,
         weight_decay=0.1,
+        adam_beta2=0.95,
         logging_steps=5,
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,
+        dataloader_pin_memory=torch.cuda.is_available(),
         seed=arguments.seed,
     )
     trainer = Trainer(
@@ -177,7 +181,11 @@ def loss_by_context(model: AtmaForCausalLM, documents: list[torch.Tensor]) -> di
     The scored tokens are the same for every length; only how far the model may look back differs.
     """
     longest = CONTEXTS[-1] + 1
-    windows = [w for document in documents for w in document.unfold(0, longest, longest)]
+    windows = [
+        window
+        for document in documents
+        for window in document.unfold(0, longest, longest)[:WINDOWS_PER_FILE]
+    ]
     model.eval()
     losses = {}
     for context in CONTEXTS:
@@ -203,7 +211,9 @@ def plot(
 
     steps, values = zip(*history, strict=True)
     left.plot(steps, values, color=blue, linewidth=1.6)
-    left.set(title="Training", xlabel="step", ylabel="loss (nats per token)", xlim=(0, steps[-1]))
+    left.set(
+        title="Training", xlabel="step", ylabel="loss (nats per token)", xlim=(steps[0], steps[-1])
+    )
 
     right.plot(losses.keys(), losses.values(), color=orange, marker="o", linewidth=1.6)
     right.axvline(context, color=grey, linestyle="--", linewidth=1)
@@ -214,8 +224,8 @@ def plot(
     right.set_xscale("log", base=2)
     right.set_xticks(list(losses), [f"{length:,}" for length in losses])
     right.set(
-        title=f"Held-out files: the same {SCORED_TOKENS} last tokens, more context before them",
-        xlabel="context length (tokens)",
+        title="Held-out files",
+        xlabel=f"context length (tokens; the last {SCORED_TOKENS} are scored, always the same)",
         ylabel="loss (nats per token)",
     )
     margin = max(0.1, max(losses.values()) - min(losses.values()))
@@ -233,7 +243,12 @@ def generate_in_fresh_process(folder: Path, arguments: argparse.Namespace) -> No
             [sys.executable, "-I", "-c", FRESH_PROCESS, str(folder.resolve()), arguments.prompt]
             + [str(arguments.new_tokens), str(arguments.seed)],
             cwd=elsewhere,
-            env={**os.environ, "HF_MODULES_CACHE": elsewhere, "HF_HUB_OFFLINE": "1"},
+            env={
+                **os.environ,
+                "HF_MODULES_CACHE": elsewhere,
+                "HF_HUB_OFFLINE": "1",
+                "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+            },
             check=True,
         )
 
@@ -245,8 +260,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--output", type=Path, default=Path("runs/quickstart"), help="folder to write"
     )
-    parser.add_argument("--steps", type=int, default=300, help="training steps")
-    parser.add_argument("--batch-size", type=int, default=8, help="sequences in a step")
+    parser.add_argument("--steps", type=int, default=600, help="training steps")
+    parser.add_argument("--batch-size", type=int, default=4, help="sequences in a step")
     parser.add_argument("--context", type=int, default=256, help="training length in tokens")
     parser.add_argument("--learning-rate", type=float, default=4e-3, help="peak learning rate")
     parser.add_argument("--vocab-size", type=int, default=2048, help="size of the BPE vocabulary")
@@ -258,7 +273,8 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse_arguments()
-    console = Console(highlight=False)
+    console = Console(highlight=False, soft_wrap=True)
+    disable_progress_bar()  # of reading and writing files
     torch.manual_seed(arguments.seed)
     folder = arguments.output / "model"
 

@@ -15,10 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 from atma import AtmaConfig, AtmaForCausalLM, hub_atma
-from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
-    AutoModel,
     AutoModelForCausalLM,
     PreTrainedTokenizerFast,
     Trainer,
@@ -379,84 +377,6 @@ def test_the_auto_classes_prefer_the_installed_package(saved):
     for trust in (None, True):
         loaded = AutoModelForCausalLM.from_pretrained(saved, trust_remote_code=trust)
         assert type(loaded) is AtmaForCausalLM and type(loaded.config) is AtmaConfig
-
-
-@pytest.mark.smoke
-@pytest.mark.parametrize("zero_init_residual", [True, False])
-def test_every_loaded_parameter_is_the_saved_one(zero_init_residual, tmp_path):
-    model = AtmaForCausalLM(AtmaConfig.tiny(zero_init_residual=zero_init_residual))
-    with torch.no_grad():
-        for i, parameter in enumerate(model.parameters()):
-            parameter.copy_(torch.arange(parameter.numel()).view_as(parameter) + 1000 * i)
-    model.save_pretrained(tmp_path)
-    base = AutoModel.from_pretrained(tmp_path)
-    for loaded in (AutoModelForCausalLM.from_pretrained(tmp_path), AtmaForCausalLM(model.config)):
-        if not loaded.config._name_or_path:
-            loaded.load_state_dict(load_file(tmp_path / "model.safetensors"))
-        for name, value in model.state_dict().items():
-            assert torch.equal(value, loaded.state_dict()[name]), name
-    for name, value in model.model.state_dict().items():
-        assert torch.equal(value, base.state_dict()[name]), name
-
-
-@pytest.mark.smoke
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("model.layers.2.mixer.length_gain", -1.0),
-        ("model.layers.2.mixer.null_value", 0.0),
-        ("model.layers.2.input_norm.weight", 1.0),
-        ("model.layers.0.mlp.down_proj.weight", 0.0),
-        ("lm_head.weight", 0.0),
-        ("model.layers.0.mixer.conv_weight", None),
-    ],
-)
-def test_a_tensor_missing_from_the_file_starts_as_designed(name, value, tmp_path):
-    model = AtmaForCausalLM(AtmaConfig.tiny())
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(7.0)
-    model.save_pretrained(tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    del tensors[name]
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    loaded, report = AtmaForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
-    assert set(report["missing_keys"]) == {name}
-    for other, parameter in loaded.named_parameters():
-        if other != name:
-            assert (parameter == 7.0).all(), other
-        elif value is not None:
-            assert (parameter == value).all()
-        else:
-            assert parameter.isfinite().all() and 0 < parameter.abs().max() < 7.0
-
-
-def test_no_state_outside_the_parameters(saved):
-    loaded = AtmaForCausalLM.from_pretrained(saved)
-    assert not list(loaded.buffers())
-    for module in loaded.modules():
-        assert not [k for k, v in vars(module).items() if isinstance(v, torch.Tensor)]
-    with torch.device("meta"):
-        empty = AtmaForCausalLM(loaded.config)
-    empty.to_empty(device="cpu").apply(lambda m: m.__dict__.pop("_is_hf_initialized", None))
-    for parameter in empty.parameters():
-        parameter.data.fill_(float("nan"))
-    empty.init_weights()
-    assert all(parameter.isfinite().all() for parameter in empty.parameters())
-
-
-@pytest.mark.smoke
-@pytest.mark.parametrize("tied", [True, False])
-def test_tying_survives_saving_loading_and_resizing(tied, tmp_path):
-    config = AtmaConfig.tiny(tie_word_embeddings=tied, zero_init_residual=False)
-    AtmaForCausalLM(config).save_pretrained(tmp_path)
-    assert ("lm_head.weight" in load_file(tmp_path / "model.safetensors")) == (not tied)
-    loaded = AtmaForCausalLM.from_pretrained(tmp_path)
-    for _ in range(2):
-        pointers = {x.weight.data_ptr() for x in (loaded.lm_head, loaded.model.embed_tokens)}
-        assert len(pointers) == (1 if tied else 2)
-        loaded.resize_token_embeddings(520)
-    assert loaded(torch.zeros(1, 2, dtype=torch.long)).logits.shape[-1] == 520
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,457 @@
+# Copyright 2026 The ATMA team.
+# Licensed under the Apache License, Version 2.0; see the file LICENSE.
+"""The Triton kernels of decoding compute what the plain forms define, on a GPU or interpreted."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from atma.kernels.backend import INTERPRETED
+from atma.kernels.decode_convolution import (
+    canon_step,
+    causal_conv1d_step,
+    gated_causal_conv1d_step,
+)
+from atma.kernels.gated_delta import gated_delta_reference, gated_delta_step
+from atma.kernels.paged_polar_attention import paged_polar_attention
+from atma.kernels.pages import gather_pages, write_key_value_pages, write_pages
+from atma.kernels.polar_attention import polar_attention_reference
+from atma.kernels.short_convolution import (
+    causal_conv1d_reference,
+    gated_causal_conv1d_reference,
+    shift_window_reference,
+)
+
+if not (INTERPRETED or torch.cuda.is_available()):
+    pytest.skip("Triton needs a GPU, or TRITON_INTERPRET=1.", allow_module_level=True)
+paged_polar_attention_triton = pytest.importorskip("atma.kernels.paged_polar_attention_triton")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = [torch.float32, torch.bfloat16]
+NORM_EPS = 2.0**-23
+
+
+if INTERPRETED:
+    # NumPy 2.4 makes no integer of an array of one element any more; Triton 3.6's interpreter asks.
+    from triton.runtime import interpreter
+
+    _original_patch = interpreter._patch_lang_tensor
+
+    def _patch(tensor, scope):
+        _original_patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = _patch
+
+
+@pytest.fixture(autouse=True)
+def poisoned_buffers(monkeypatch):
+    """What a kernel does not write stays NaN."""
+    new_empty, empty_like = torch.Tensor.new_empty, torch.empty_like
+
+    def poison(x):
+        return x.fill_(torch.nan) if x.is_floating_point() else x
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda *a, **k: poison(new_empty(*a, **k)))
+    monkeypatch.setattr(torch, "empty_like", lambda *a, **k: poison(empty_like(*a, **k)))
+
+
+def random(*shape, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(DEVICE, dtype)
+
+
+def strided(*shape, dtype=torch.float32, seed=0):
+    """A slice of a larger tensor, as a fused projection gives it."""
+    return random(*shape[:-2], shape[-2] + 3, shape[-1], dtype=dtype, seed=seed)[..., 1:-2, :]
+
+
+def integers(values):
+    return None if values is None else torch.tensor(values, device=DEVICE)
+
+
+def assert_near(actual, expected, tolerance=None):
+    """In the norm; the default is what the dtype allows."""
+    if tolerance is None:
+        # Interpreted, bf16 is cut off where a GPU rounds.
+        tolerance = 1e-5 if actual.dtype == torch.float32 else 8e-3 if INTERPRETED else 5e-3
+    assert actual.shape == expected.shape and actual.isfinite().all()
+    error = torch.linalg.vector_norm(actual.double() - expected.double())
+    assert error <= tolerance * torch.linalg.vector_norm(expected.double())
+
+
+def make_pools(batch, page_size, num_pages, groups, head_dim, dtype, slabs):
+    total = batch * num_pages + 1
+    sizes = {1: [total], 3: [2, 1, total - 3]}[slabs]
+    pools = []
+    for seed in (1, 2):
+        whole = random(total, page_size, groups, head_dim, dtype=dtype, seed=seed)
+        pools.append([slab.clone() for slab in whole.split(sizes)])
+    order = torch.randperm(total - 1, generator=torch.Generator().manual_seed(3)) + 1
+    return *pools, order.view(batch, num_pages).to(DEVICE, torch.int32)
+
+
+def learned(heads, head_dim):
+    return [random(heads, head_dim, seed=9)] + [random(heads, seed=10 + i) for i in range(4)]
+
+
+def assert_attends(query, keys, values, table, start, window=None, tolerance=None):
+    inputs = learned(*query.shape[2:])
+    output = paged_polar_attention(
+        query, keys, values, table, start, *inputs,
+        window=window, return_statistics=True, backend="triton",
+    )  # fmt: skip
+    expected = polar_attention_reference(
+        query.double(),
+        gather_pages(keys, table).nan_to_num().double(),
+        gather_pages(values, table).nan_to_num().double(),
+        *[x.double() for x in inputs],
+        query_start=start,
+        window=window,
+        return_statistics=True,
+    )
+    assert output.direction.dtype == output.magnitude.dtype == query.dtype
+    tolerance = tolerance or (1e-5 if query.dtype == torch.float32 else None)
+    for x, y in zip(
+        (*output[:2], *output.statistics), (*expected[:2], *expected.statistics), strict=True
+    ):
+        assert_near(x, y, tolerance or (8e-3 if INTERPRETED else 5e-3))
+    return output
+
+
+# (B, T, H, G, D, page_size, pages, slabs, starts, window)
+ATTENTION = {
+    "one token": (2, 1, 4, 2, 16, 16, 5, 1, [0, 79], None),
+    "drafts": (2, 3, 4, 2, 16, 16, 4, 1, [13, 40], None),
+    "slabs": (2, 1, 4, 2, 16, 16, 4, 3, [30, 63], None),
+    "window": (2, 2, 4, 2, 16, 16, 6, 3, [14, 90], 20),
+    "odd sizes": (2, 2, 3, 1, 24, 36, 2, 1, [5, 70], None),
+    "tiny pages": (1, 1, 2, 2, 40, 4, 6, 1, [20], None),
+    "before the first key": (2, 2, 2, 1, 16, 16, 2, 1, [-1, -5], None),
+    "past the capacity": (1, 2, 2, 1, 16, 16, 2, 1, [40], 12),
+    "several blocks of queries": (1, 33, 2, 1, 16, 16, 3, 1, [10], 16),
+    "large heads": (1, 1, 2, 1, 256, 16, 3, 1, [40], None),
+}
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_pages_read_as_the_whole(name):
+    B, T, H, G, D, page_size, pages, slabs, starts, window = ATTENTION[name]
+    pools = make_pools(B, page_size, pages, G, D, torch.float32, slabs)
+    assert_attends(strided(B, T, H, D), *pools, integers(starts), window)
+
+
+@pytest.mark.parametrize("query_dtype", DTYPES)
+def test_pools_in_bf16(query_dtype):
+    pools = make_pools(2, 16, 4, 1, 16, torch.bfloat16, 1)
+    assert_attends(random(2, 2, 2, 16, dtype=query_dtype), *pools, integers([3, 60]))
+
+
+def test_what_no_query_sees_is_not_read():
+    keys, values, table = make_pools(2, 16, 6, 1, 16, torch.float32, 1)
+    start, window = integers([70, 80]), 20
+    for pool in (keys, values):
+        for row in range(2):
+            for position in range(96):
+                if not start[row] - window < position <= start[row]:
+                    pool[0][table[row, position // 16], position % 16] = torch.nan
+    assert_attends(random(2, 1, 2, 16), keys, values, table, start, window)
+
+
+@pytest.mark.parametrize("programs", [1, 3, 40])
+def test_any_number_of_splits_gives_the_same(monkeypatch, programs):
+    monkeypatch.setattr(paged_polar_attention_triton, "_PROGRAMS_PER_SM", programs)
+    keys, values, table = make_pools(1, 16, 20, 1, 16, torch.float32, 1)
+    # The largest logits stand in one split, and not in the first.
+    keys[0][table[0, 17].long()] *= 4
+    pools = (keys, values, table)
+    query, start = random(1, 1, 2, 16), integers([310])
+    first = assert_attends(query, *pools, start)
+    again = assert_attends(query, *pools, start)
+    assert torch.equal(first.direction, again.direction)
+    assert torch.equal(first.magnitude, again.magnitude)
+
+
+def test_rows_do_not_disturb_each_other():
+    keys, values, table = make_pools(2, 16, 4, 1, 16, torch.float32, 1)
+    inputs = (keys, values, table, integers([50, 20]), *learned(2, 16))
+    query = random(2, 1, 2, 16)
+    first = paged_polar_attention(query, *inputs, backend="triton")
+    query[1] += 1
+    keys[0][table[1].long()] += 1
+    second = paged_polar_attention(query, *inputs, backend="triton")
+    assert torch.equal(first.direction[0], second.direction[0])
+    assert not torch.equal(first.direction[1], second.direction[1])
+
+
+@pytest.mark.parametrize("slabs", [1, 3])
+@pytest.mark.parametrize("lengths", [None, [4, 2, 0]])
+def test_keys_and_values_are_written_as_apart(slabs, lengths):
+    new = [strided(3, 4, 2, 24, seed=seed) for seed in (5, 6)]
+    start, lengths = integers([3, -2, 10]), integers(lengths)
+    fused, apart = (make_pools(3, 4, 3, 2, 24, torch.float32, slabs) for _ in range(2))
+    write_key_value_pages(*fused, *new, start, lengths, backend="triton")
+    for pool, x in zip(apart, new, strict=False):
+        write_pages(pool, apart[2], x, start, lengths)
+    for x, y in zip(fused[:2], apart[:2], strict=True):
+        assert torch.equal(torch.cat(x)[1:], torch.cat(y)[1:])
+
+
+def step_inputs(B, T, H, G, D, dtype):
+    vectors = [strided(B, T, heads, D, dtype=dtype, seed=i) for i, heads in enumerate((H, G, G))]
+    gates = [random(B, T, H, dtype=dtype, seed=5 + i) for i in range(2)]
+    return vectors, gates, strided(B, T, H, D, dtype=dtype, seed=7), random(B, H, D, D, seed=8)
+
+
+def assert_steps(vectors, gates, readout_gate, state, lengths=None, **options):
+    lengths = integers(lengths)
+    expected, last = gated_delta_reference(
+        *[x.double() for x in (*vectors, *gates)],
+        initial_state=state.double(),
+        lengths=lengths,
+        output_final_state=True,
+        **options,
+    )
+    if readout_gate is not None:
+        expected = F.rms_norm(expected, expected.shape[-1:], eps=NORM_EPS)
+        expected = expected * torch.sigmoid(readout_gate.double())
+    address = state.data_ptr()
+    read = gated_delta_step(
+        *vectors, *gates, state,
+        readout_gate=readout_gate, lengths=lengths, backend="triton", **options,
+    )  # fmt: skip
+    assert read.dtype == vectors[0].dtype and state.data_ptr() == address
+    assert read.isfinite().all()
+    for row in range(read.shape[0]):
+        real = read.shape[1] if lengths is None else int(lengths[row])
+        if real:
+            assert_near(read[row, :real], expected[row, :real])
+    assert_near(state, last)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("T, D", [(1, 40), (1, 128), (2, 64), (8, 24)])
+def test_memory_steps_as_the_rule_says(T, D, dtype):
+    vectors, gates, readout_gate, state = step_inputs(2, T, 3 if D < 64 else 2, 1, D, dtype)
+    options = {"retention_bias": 3.9, "write_bias": 0.5}
+    assert_steps(vectors, gates, None, state.clone(), **options)
+    assert_steps(vectors, gates, readout_gate, state, max_half_life=5.0, **options)
+
+
+def test_readout_gate_means_the_same_in_torch():
+    vectors, gates, readout_gate, state = step_inputs(2, 2, 2, 1, 16, torch.float32)
+    options = {"readout_gate": readout_gate, "max_half_life": 9.0}
+    states = [state.clone(), state.clone()]
+    reads = [
+        gated_delta_step(*vectors, *gates, x, backend=backend, **options)
+        for x, backend in zip(states, ("torch", "triton"), strict=True)
+    ]
+    assert_near(reads[1], reads[0])
+    assert_near(states[1], states[0])
+
+
+@pytest.mark.parametrize("T", [1, 3])
+def test_padding_leaves_the_memory_as_it_is(T):
+    vectors, gates, readout_gate, state = step_inputs(3, T, 2, 1, 16, torch.bfloat16)
+    before, spoiled = state.clone(), state.clone()
+    lengths = [0, T, T - 1]
+    assert_steps(vectors, gates, readout_gate, state, lengths)
+    padded = [row for row in range(3) if lengths[row] == 0]
+    assert torch.equal(state[padded], before[padded])
+    # What stands at padding may be anything.
+    for x in (*vectors, *gates):
+        x[0] = x[2, T - 1] = torch.nan
+    gated_delta_step(*vectors, *gates, spoiled, lengths=integers(lengths), backend="triton")
+    assert torch.equal(spoiled, state)
+
+
+@pytest.mark.parametrize("retention", [-1e4, 0.0, 1e4])
+def test_memory_with_extreme_decay_and_repeated_or_zero_keys(retention):
+    vectors, gates, _, state = step_inputs(1, 4, 2, 1, 16, torch.float32)
+    vectors[1][:, 1] = vectors[1][:, 0]
+    vectors[1][:, 2] = 0
+    gates[0].fill_(retention)
+    assert_steps(vectors, gates, None, state)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("taps", [1, 3, 4])
+@pytest.mark.parametrize("T, lengths", [(1, None), (1, [1, 0]), (5, [5, 2])])
+def test_convolutions_step_as_they_run(T, lengths, taps, dtype):
+    channels = (40, 16, 24)
+    inputs = [random(2, T, C + 5, dtype=dtype, seed=C)[..., 2:-3] for C in channels]
+    weights = [random(C, taps, seed=C + 1) for C in channels]
+    window = random(2, taps - 1, sum(channels), dtype=dtype, seed=2)
+    lengths = integers(lengths)
+    expected_window = shift_window_reference(window, torch.cat(inputs, -1), lengths)
+    old = window.double().split(channels, dim=-1)
+    alone = window[..., : channels[0]].clone()
+    outputs = canon_step(*inputs, *weights, window, lengths=lengths, backend="triton")
+    for x, weight, before, y in zip(inputs, weights, old, outputs, strict=True):
+        assert y.dtype == dtype
+        assert_near(
+            y,
+            causal_conv1d_reference(
+                x.double(), weight.double(), initial_state=before, residual=True
+            ),
+        )
+    assert torch.equal(window, expected_window)
+    y = causal_conv1d_step(inputs[0], weights[0], alone, lengths=lengths, backend="triton")
+    assert_near(
+        y, causal_conv1d_reference(inputs[0].double(), weights[0].double(), initial_state=old[0])
+    )
+    assert torch.equal(alone, expected_window[..., : channels[0]])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("T, lengths", [(1, None), (1, [0, 1]), (6, [6, 1])])
+def test_gated_convolution_steps_as_it_runs(T, lengths, dtype):
+    C = 150
+    # Small integers, whose products bf16 holds exactly.
+    projected = (random(2, T, 3 * C) * 3).round().to(dtype)
+    weight, window = random(C, 3, seed=1), random(2, 2, C, dtype=dtype, seed=2)
+    expected, conv_input = gated_causal_conv1d_reference(
+        projected.double(), weight.double(), initial_state=window.double()
+    )
+    lengths = integers(lengths)
+    expected_window = shift_window_reference(window, conv_input, lengths)
+    y, actual_input = gated_causal_conv1d_step(
+        projected, weight, window, lengths=lengths, backend="triton"
+    )
+    assert_near(y, expected)
+    assert torch.equal(actual_input.double(), conv_input)
+    assert torch.equal(window, expected_window)
+
+
+def test_torch_paths_of_the_steps_agree():
+    inputs = [random(2, 3, C, dtype=torch.float64, seed=C) for C in (8, 4, 4)]
+    weights = [random(C, 4, dtype=torch.float64, seed=C + 1) for C in (8, 4, 4)]
+    window = random(2, 3, 16, dtype=torch.float64)
+    lengths, old = integers([3, 1]), window.clone()
+    outputs = canon_step(*inputs, *weights, window, lengths=lengths)
+    for x, weight, before, y in zip(
+        inputs, weights, old.split((8, 4, 4), -1), outputs, strict=True
+    ):
+        assert_near(y, causal_conv1d_reference(x, weight, initial_state=before, residual=True))
+    assert torch.equal(window, shift_window_reference(old, torch.cat(inputs, -1), lengths))
+
+
+def operators():
+    from atma.kernels.decode_convolution_triton import canon_step_op, gated_causal_conv1d_step_op
+    from atma.kernels.gated_delta_step_triton import gated_delta_step_op
+    from atma.kernels.pages_triton import write_key_value_pages_op
+
+    vectors, gates, readout_gate, state = step_inputs(1, 1, 2, 1, 16, torch.float32)
+    pools, start = make_pools(1, 16, 2, 1, 16, torch.float32, 1), integers([3])
+    window = random(1, 2, 16)
+    return {
+        "attention": (
+            paged_polar_attention_triton.paged_polar_op,
+            (vectors[0], *pools, start, *learned(2, 16), None),
+        ),
+        "memory": (
+            gated_delta_step_op,
+            (*vectors, *gates, readout_gate, None, state, 3.9, 0.0, 1.0),
+        ),
+        "pages": (write_key_value_pages_op, (*pools, *vectors[1:], start, None)),
+        "canon": (
+            canon_step_op,
+            ([random(1, 1, 8), random(1, 1, 8)], [random(8, 3)] * 2, window, None, True),
+        ),
+        "gated convolution": (
+            gated_causal_conv1d_step_op,
+            (random(1, 1, 48), random(16, 3), window, None),
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", ["attention", "memory", "pages", "canon", "gated convolution"])
+def test_operators_are_what_they_declare(name, monkeypatch):
+    monkeypatch.undo()
+    operator, arguments = operators()[name]
+    utilities = ["test_schema", "test_autograd_registration", "test_faketensor"]
+    if not INTERPRETED:
+        utilities.append("test_aot_dispatch_dynamic")
+    torch.library.opcheck(operator, arguments, test_utils=utilities)
+
+
+def test_what_triton_cannot_serve_is_refused():
+    vectors, gates, _, state = step_inputs(1, 1, 2, 1, 16, torch.float64)
+    with pytest.raises(ValueError, match="gated_delta_step"):
+        gated_delta_step(*vectors, *gates, state.double(), backend="triton")
+    with pytest.raises(ValueError, match="window must have the shape"):
+        causal_conv1d_step(random(1, 1, 8), random(8, 3), random(1, 3, 8))
+    with pytest.raises(ValueError, match="needs a weight of shape"):
+        causal_conv1d_step(random(1, 1, 8), random(7, 3), random(1, 2, 8))
+    with pytest.raises(ValueError, match="readout_gate must have the shape"):
+        gated_delta_step(*vectors, *gates, state, readout_gate=vectors[1])
+
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def decode_setup(batch=2, steps=6):
+    pools = make_pools(batch, 64, 8, 2, 64, torch.bfloat16, 1)
+    state, window = random(batch, 4, 64, 64), random(batch, 3, 512, dtype=torch.bfloat16)
+    weights = [random(C, 4, seed=C) for C in (256, 128, 128)]
+    tokens = random(steps, batch, 1, 512, dtype=torch.bfloat16, seed=4)
+    inputs = learned(4, 64)
+
+    def step(x, start):
+        q, k, v = canon_step(*x.split((256, 128, 128), -1), *weights, window)
+        q, k, v = q.unflatten(-1, (4, 64)), k.unflatten(-1, (2, 64)), v.unflatten(-1, (2, 64))
+        write_key_value_pages(*pools, k, v, start)
+        logits = x[..., :4]
+        read = gated_delta_step(q, k, v, logits, logits, state, readout_gate=q)
+        output = paged_polar_attention(q, *pools, start, *inputs)
+        start += 1
+        return output.direction + read, output.magnitude
+
+    return step, tokens, torch.tensor([100, 37], device=DEVICE)[:batch]
+
+
+@needs_gpu
+def test_decoding_replays_as_a_graph():
+    step, tokens, start = decode_setup()
+    expected = [step(x, start) for x in tokens]
+    step, tokens, start = decode_setup()
+    static = tokens[0].clone()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        decode_setup()[0](static, start.clone())
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = step(static, start)
+    for x, (direction, magnitude) in zip(tokens, expected, strict=True):
+        static.copy_(x)
+        graph.replay()
+        assert torch.equal(outputs[0], direction) and torch.equal(outputs[1], magnitude)
+
+
+@needs_gpu
+def test_decoding_compiles_as_one_graph(monkeypatch):
+    monkeypatch.undo()
+    step, tokens, start = decode_setup()
+    expected = [step(x, start) for x in tokens]
+    step, tokens, start = decode_setup()
+    compiled = torch.compile(step, fullgraph=True)
+    for x, (direction, magnitude) in zip(tokens, expected, strict=True):
+        actual = compiled(x, start)
+        assert_near(actual[0], direction)
+        assert_near(actual[1], magnitude)
+
+
+@needs_gpu
+def test_no_length_compiles_anew():
+    pools = make_pools(2, 64, 8, 2, 64, torch.bfloat16, 1)
+    kernel = paged_polar_attention_triton.paged_polar_fwd_kernel
+    counts = []
+    for length in (1, 15, 16, 17, 100, 400):
+        for pages in (7, 8):
+            table = pools[2][:, :pages].contiguous()
+            start = torch.tensor([length, 3], device=DEVICE)
+            paged_polar_attention(
+                random(2, 1, 4, 64, dtype=torch.bfloat16), *pools[:2], table, start, *learned(4, 64)
+            )
+        counts.append(sum(len(cache[0]) for cache in kernel.device_caches.values()))
+    assert counts[0] == counts[-1]

@@ -1,0 +1,331 @@
+# Copyright 2026 The ATMA team.
+# Licensed under the Apache License, Version 2.0; see the file LICENSE.
+"""Polar attention's kernels against the oracle in fp64: on a GPU, or with TRITON_INTERPRET=1 on the
+CPU."""
+
+import itertools
+
+import pytest
+import torch
+from atma.kernels import polar_attention as module
+from atma.kernels.backend import INTERPRETED
+from atma.kernels.polar_attention import polar_attention, polar_attention_reference
+
+IS_CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if IS_CUDA else "cpu"
+if not (IS_CUDA or INTERPRETED):
+    pytest.skip("Triton needs a GPU, or TRITON_INTERPRET=1.", allow_module_level=True)
+
+# The interpreter takes bf16 for integers in its products.
+HALF = torch.bfloat16 if IS_CUDA else torch.float16
+NAMES = (
+    "query", "key", "value", "null_value", "length_gain", "null_base", "null_slope",
+    "magnitude_gain",
+)  # fmt: skip
+DOCUMENTS = [0, 0, 1, 41, 41, 42, 75, 75]
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch):
+    """No element that a kernel leaves unwritten can pass."""
+    empty, new_empty = torch.empty, torch.Tensor.new_empty
+
+    def poison(x):
+        return x.fill_(float("nan") if x.is_floating_point() else 77)
+
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: poison(empty(*a, **k)))
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda *a, **k: poison(new_empty(*a, **k)))
+
+
+def make_inputs(batch, queries, keys, heads, groups, dim, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape, dtype=torch.float32):
+        x = torch.randn(*shape, generator=generator)
+        return x.to(DEVICE, dtype).requires_grad_()
+
+    return [
+        random(batch, queries, heads, dim, dtype=dtype),
+        random(batch, keys, groups, dim, dtype=dtype),
+        random(batch, keys, groups, dim, dtype=dtype),
+        random(heads, dim),
+        *(random(heads) for _ in range(4)),
+    ]
+
+
+def relative(x, reference):
+    x, reference = x.double(), reference.double()
+    return ((x - reference).norm() / reference.norm().clamp(min=1e-30)).item()
+
+
+def outputs_and_gradients(function, inputs, dtype=None, **options):
+    output = function(*inputs, return_statistics=True, **options)
+    generator = torch.Generator().manual_seed(1)
+    loss = 0
+    for x in output[:2]:
+        # Gradients with odd strides, the same numbers for every precision of the outputs.
+        weight = torch.randn(*x.shape[::-1], generator=generator).to(DEVICE, dtype or x.dtype)
+        weight = weight.permute(*reversed(range(x.dim()))).to(x.dtype)
+        loss = loss + (x * weight).sum(dtype=torch.float64)
+    named = dict(zip(("direction", "magnitude"), output[:2], strict=True))
+    named |= output.statistics._asdict()
+    return named | dict(zip(NAMES, torch.autograd.grad(loss, inputs), strict=True))
+
+
+def limit(name, dtype):
+    if name not in NAMES:
+        return 1e-5 if dtype == torch.float32 else 5e-3
+    # Per-head sums over all tokens: terms of both signs nearly cancel.
+    is_sum = name in ("length_gain", "null_base", "null_slope")
+    if dtype == torch.float32:
+        return 5e-5 if is_sum else 1e-5
+    return 2e-2 if is_sum else 8e-3
+
+
+def exact(inputs):
+    return [x.detach().double().requires_grad_() for x in inputs]
+
+
+def assert_same(inputs, **options):
+    dtype = inputs[0].dtype
+    actual = outputs_and_gradients(polar_attention, inputs, backend="triton", **options)
+    expected = outputs_and_gradients(polar_attention_reference, exact(inputs), dtype, **options)
+    for name, reference in expected.items():
+        assert actual[name].shape == reference.shape
+        assert relative(actual[name], reference) < limit(name, dtype), name
+    for x, name in zip(inputs, NAMES, strict=True):
+        assert actual[name].dtype == x.dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
+@pytest.mark.parametrize("length", [1, 15, 17, 63, 65] + [130, 1000] * IS_CUDA)
+def test_kernels_are_the_oracle(length, dtype):
+    assert_same(make_inputs(1, length, length, 4, 2, 16, dtype))
+
+
+@pytest.mark.parametrize("heads, groups", [(1, 1), (3, 1), (6, 2)])
+@pytest.mark.parametrize("dim", [16, 40, 256])
+def test_any_head_size_and_group(heads, groups, dim):
+    if not IS_CUDA and dim == 256 and heads > 1:
+        pytest.skip("Slow under the interpreter.")
+    assert_same(make_inputs(1, 35, 35, heads, groups, dim, HALF))
+
+
+@pytest.mark.parametrize("window", [1, 5, 33, 64, 500])
+def test_windows(window):
+    assert_same(make_inputs(1, 70, 83, 2, 1, 16), window=window)
+
+
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_documents(window, dtype):
+    offsets = torch.tensor(DOCUMENTS, dtype=dtype, device=DEVICE)
+    # Two tokens follow the last document.
+    assert_same(make_inputs(1, 77, 77, 2, 1, 16), window=window, cu_seqlens=offsets)
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_rows_with_their_own_start(window):
+    start = torch.tensor([0, 60, 11, -5], device=DEVICE)
+    assert_same(make_inputs(4, 40, 90, 2, 1, 16), window=window, query_start=start)
+
+
+@pytest.mark.parametrize("keys", [0, 1, 99])
+def test_fewer_or_more_keys_than_queries(keys):
+    assert_same(make_inputs(1, 50, keys, 2, 1, 16))
+
+
+def test_no_tokens_and_no_rows():
+    for batch, length in ((2, 0), (0, 3)):
+        inputs = make_inputs(batch, length, length, 4, 2, 16)
+        gradients = outputs_and_gradients(polar_attention, inputs, backend="triton")
+        for x, name in zip(inputs, NAMES, strict=True):
+            assert gradients[name].shape == x.shape and not gradients[name].any()
+
+
+def test_a_query_that_sees_nothing_reads_the_null():
+    inputs = make_inputs(1, 4, 4, 2, 1, 16)
+    output = polar_attention(
+        *inputs,
+        query_start=torch.tensor([-3], device=DEVICE),
+        return_statistics=True,
+        backend="triton",
+    )
+    null = torch.nn.functional.normalize(inputs[3], dim=-1).expand(1, 3, 2, 16)
+    torch.testing.assert_close(output.direction[:, :3], null)
+    assert (output.magnitude[:, :3] == 0).all() and (output.magnitude[:, 3] > 0).all()
+    assert (output.statistics.null_weight[:, :3] == 1).all()
+    assert (output.statistics.n_eff[:, :3] == 0).all()
+
+
+@pytest.mark.parametrize("size", [1e-9, 0.0])
+def test_gradients_of_clamped_directions(size):
+    """Values so small that |s| < 1e-6 is clamped, in some rows only."""
+    inputs = make_inputs(1, 60, 60, 4, 2, 16)
+    scale = torch.ones(60, device=DEVICE)
+    scale[:40] = size
+    inputs[2] = (inputs[2].detach() * scale[:, None, None]).requires_grad_()
+    inputs[3] = torch.zeros_like(inputs[3], requires_grad=True)
+    assert_same(inputs)
+
+
+def test_the_magnitude_survives_a_dominant_null():
+    inputs = make_inputs(1, 33, 33, 2, 1, 16)
+    for index, number in ((4, -5.0), (5, 40.0), (6, -5.0)):
+        inputs[index] = torch.full((2,), number, device=DEVICE, requires_grad=True)
+    actual = polar_attention(*inputs, backend="triton").magnitude
+    reference = exact(inputs)
+    expected = polar_attention_reference(*reference).magnitude
+    assert 0 < expected.min() and expected.max() < 1e-12
+    assert ((actual / expected) - 1).abs().max() < 1e-4
+    used = [0, 1, 4, 5, 6, 7]
+    gradients = torch.autograd.grad(actual.sum(), [inputs[i] for i in used])
+    references = torch.autograd.grad(expected.sum(), [reference[i] for i in used])
+    for x, y in zip(gradients, references, strict=True):
+        assert relative(x, y) < 1e-4
+
+
+@pytest.mark.parametrize("scale", [1e-4, 1.0, 6e4])
+def test_fp16_gradients_neither_overflow_nor_vanish(scale):
+    """A loss scaler multiplies gradients, and 1 / |s| may be large."""
+    inputs = make_inputs(1, 40, 40, 2, 1, 16, torch.float16)
+    inputs[2] = (inputs[2].detach() * 1e-3).requires_grad_()
+    inputs[3] = torch.zeros_like(inputs[3], requires_grad=True)
+    queried = [inputs[0], *inputs[3:]]
+    reference = exact(inputs)
+    referenced = [reference[0], *reference[3:]]
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.rand(1, 40, 2, 16, generator=generator).to(DEVICE) * 2 - 1
+    weight = (weight * min(scale, 1.0)).half()
+    output = polar_attention(*inputs, backend="triton").direction
+    gradients = torch.autograd.grad(output, queried, weight * max(scale, 1.0), allow_unused=True)
+    expected = polar_attention_reference(*reference).direction
+    references = torch.autograd.grad(
+        expected, referenced, weight.double() * max(scale, 1.0), allow_unused=True
+    )
+    for x, y, name in zip(gradients[1:4], references[1:4], NAMES[3:6], strict=True):
+        assert relative(x, y) < 1e-2, name
+
+
+def test_strides_change_nothing():
+    inputs = make_inputs(2, 45, 45, 4, 2, 16)
+    query, key, value = (x.detach() for x in inputs[:3])
+    strided = [
+        query.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0),
+        torch.stack([key, key], -1).flatten(-2)[..., ::2],
+        value.transpose(1, 2).contiguous().transpose(1, 2),
+    ]
+    strided = [x.requires_grad_() for x in strided] + inputs[3:]
+    assert not any(x.is_contiguous() for x in strided[:3])
+
+    def losses(output):
+        direction, magnitude = output[:2]
+        yield direction.sum() + magnitude.sum()
+        shuffled = direction.transpose(0, 2).flatten(1).cumsum(1)[:, ::3]
+        yield shuffled.square().sum() + magnitude.flip(1).cumsum(1).sum()
+        yield torch.cat([direction[:, ::2, :, 1:3].flatten(), magnitude[..., 1].flatten()]).norm()
+
+    plain = losses(polar_attention(*inputs, backend="triton"))
+    for mine, reference in zip(
+        losses(polar_attention(*strided, backend="triton")), plain, strict=True
+    ):
+        gradients = torch.autograd.grad(mine, strided, retain_graph=True)
+        expected = torch.autograd.grad(reference, inputs, retain_graph=True)
+        for x, y in zip(gradients, expected, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
+
+
+def test_slices_of_one_projection_are_read_in_place():
+    """Query, key and value as views of one buffer, between rows of NaN."""
+    projection = torch.full((2, 47, 8 * 16), float("nan"), device=DEVICE)
+    plain = make_inputs(2, 45, 45, 4, 2, 16)
+    views = [
+        x.unflatten(-1, (-1, 16))
+        for x in projection[:, 1:-1].split([4 * 16, 2 * 16, 2 * 16], dim=-1)
+    ]
+    for view, x in zip(views, plain[:3], strict=True):
+        view.copy_(x.detach())
+    expected = outputs_and_gradients(polar_attention, plain, backend="triton")
+    inputs = [x.detach().requires_grad_() for x in views] + plain[3:]
+    for name, x in outputs_and_gradients(polar_attention, inputs, backend="triton").items():
+        torch.testing.assert_close(x, expected[name], rtol=0, atol=0)
+
+
+def test_the_same_call_gives_the_same_bits():
+    inputs = make_inputs(2, 70, 70, 4, 2, 16, HALF)
+    first, second = (
+        outputs_and_gradients(polar_attention, inputs, backend="triton") for _ in range(2)
+    )
+    for name, x in first.items():
+        torch.testing.assert_close(x, second[name], rtol=0, atol=0)
+
+
+def test_without_gradients_nothing_more_is_written():
+    inputs = [x.detach() for x in make_inputs(1, 40, 40, 2, 1, 16, HALF)]
+    assert module.polar_fwd_op(*inputs, None, None, None, False)[5].numel() == 0
+    output = polar_attention(*inputs, backend="triton")
+    assert relative(output.direction, polar_attention_reference(*inputs).direction) < 5e-3
+
+
+def test_autocast_reads_in_its_dtype():
+    inputs = make_inputs(1, 40, 40, 2, 1, 16)
+    expected = outputs_and_gradients(polar_attention_reference, exact(inputs))
+
+    def under_autocast(*arguments, **options):
+        with torch.autocast(DEVICE, HALF):
+            return polar_attention(*arguments, backend="triton", **options)
+
+    for name, x in outputs_and_gradients(under_autocast, inputs).items():
+        assert x.dtype == torch.float32
+        assert relative(x, expected[name]) < 2e-2, name
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 5}, {"cu_seqlens": [0, 3, 20]}], ids=str)
+def test_it_compiles_as_one_graph(options):
+    torch._dynamo.reset()
+    options = {k: torch.tensor(v, device=DEVICE) if k[0] == "c" else v for k, v in options.items()}
+    compiled = torch.compile(polar_attention, fullgraph=True, backend="aot_eager")
+    inputs = make_inputs(1, 20, 20, 2, 1, 16)
+    expected = outputs_and_gradients(polar_attention, inputs, backend="triton", **options)
+    actual = outputs_and_gradients(compiled, inputs, backend="triton", **options)
+    for name, x in actual.items():
+        torch.testing.assert_close(x, expected[name])
+
+
+def test_the_operators_keep_their_promises():
+    inputs = [x.detach() for x in make_inputs(1, 20, 24, 2, 1, 16)]
+    offsets = torch.tensor([0, 3, 20], device=DEVICE)
+    for key_slice, documents in ((slice(None), None), (slice(20), offsets)):
+        arguments = [x[:, key_slice] if i in (1, 2) else x for i, x in enumerate(inputs)]
+        arguments += [documents, None, 7]
+        torch.library.opcheck(module.polar_fwd_op, (*arguments, True))
+        direction, magnitude, *saved = module.polar_fwd_op(*arguments, True)
+        torch.library.opcheck(
+            module.polar_bwd_op, (direction, magnitude, *arguments, direction, *saved)
+        )
+
+
+def test_what_the_kernels_do_not_serve_is_refused():
+    for dim, dtype in ((12, torch.float32), (264, torch.float32), (16, torch.float64)):
+        query, key, value, *parameters = [x.detach() for x in make_inputs(1, 2, 2, 2, 1, dim)]
+        inputs = [x.to(dtype) for x in (query, key, value)] + parameters
+        with pytest.raises(ValueError, match="does not exist for these inputs"):
+            polar_attention(*inputs, backend="triton")
+        assert polar_attention(*inputs).direction.isfinite().all()
+    inputs = make_inputs(1, 4, 4, 2, 1, 16)
+    with pytest.raises(ValueError, match="window must be at least 1"):
+        polar_attention(*inputs, window=0, backend="triton")
+
+
+@pytest.mark.skipif(not IS_CUDA, reason="The interpreter compiles nothing.")
+def test_a_new_length_compiles_nothing():
+    from atma.kernels.polar_attention_triton import polar_attention_fwd_kernel as kernel
+
+    def variants():
+        return sum(len(cache[0]) for cache in kernel.device_caches.values())
+
+    outputs_and_gradients(polar_attention, make_inputs(1, 33, 33, 2, 1, 16, HALF))
+    before = variants()
+    for batch, length in itertools.product((1, 2), (1, 2, 15, 16, 17, 32, 64, 1000)):
+        outputs_and_gradients(polar_attention, make_inputs(batch, length, length, 2, 1, 16, HALF))
+    assert variants() == before
