@@ -226,9 +226,8 @@ class AtmaConfig(PreTrainedConfig):
             return super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
         importlib.import_module(exporter.name).export_code(self, save_directory)
         super().save_pretrained(save_directory)
-        if (
-            push_to_hub
-        ):  # the stock upload sends what the stock method wrote: the configuration without the code
+        if push_to_hub:
+            # The stock upload sends only what the stock method wrote: no code.
             repo_id = kwargs.pop("repo_id", os.path.basename(os.path.normpath(save_directory)))
             self.push_to_hub(repo_id, **kwargs)
 

@@ -55,6 +55,7 @@ def _is_plain_step(model, cache, input_ids, attention_mask, extras) -> bool:
         and cache.batch_size == input_ids.shape[0]
         and not cache.recording.active
         and model.config.decode_graph
+        and not model.training
         # The softmax cores of ablations gather as many keys as the host has counted.
         and model.config.attention_type == "polar"
         and (attention_mask is None or attention_mask.dim() == 2)
@@ -70,7 +71,8 @@ class DecodeGraph:
     """A captured step, and what it must find unchanged to be replayed."""
 
     def __init__(self):
-        self.signature: tuple | None = None
+        self.watch: _Watch | None = None
+        self.signature: list[int] | None = None
         self.graph: torch.cuda.CUDAGraph | None = None
         self.impossible = False
 
@@ -87,12 +89,15 @@ class DecodeGraph:
             return None
         # May grow the cache, which moves its page table and so changes the signature.
         cache.prepare(*input_ids.shape, input_ids.device)
-        signature = _signature(model, cache, input_ids)
-        if signature is None:
-            self.impossible = True
+        if self.watch is None:
+            self.watch = _Watch(model)
+        weights, buffers = self.watch.addresses(input_ids.device), _buffers(cache)
+        if weights is None or buffers is None:
+            # Perhaps only for now: look at the model afresh at the next step.
+            self.watch = self.signature = self.graph = None
             return None
-        if signature != self.signature:
-            self.signature, self.graph = signature, None
+        if weights + buffers != self.signature:
+            self.signature, self.graph = weights + buffers, None
             return None
         if self.graph is None and not self._capture(model, cache, input_ids):
             return None
@@ -149,34 +154,43 @@ class DecodeGraph:
         return logits
 
 
-def _signature(model: nn.Module, cache, input_ids: torch.Tensor) -> tuple | None:
-    """
-    Addresses of everything that a captured step refers to, and the modules that it ran through, or
-    `None` if something in them cannot be captured: hooks, weights elsewhere, tensor subclasses.
-    """
-    device = input_ids.device
-    parts: list[int] = []
-    for module in model.modules():
-        if (
-            module._forward_hooks
-            or module._forward_pre_hooks
-            or "forward" in module.__dict__  # as offloading and device maps replace it
-        ):
-            return None
-        parts.append(id(module))
-        for parameter in module._parameters.values():
-            if parameter is None:
-                continue
-            if type(parameter) is not nn.Parameter or parameter.device != device:
+class _Watch:
+    """The modules of a model as they were found, to see cheaply at each step what has changed."""
+
+    def __init__(self, model: nn.Module):
+        self.modules = [(module, tuple(module._modules.values())) for module in model.modules()]
+
+    def addresses(self, device: torch.device) -> list[int] | None:
+        """
+        The addresses of all weights, or `None` if a step through the modules cannot be captured:
+        modules were exchanged (adapters), hooks or offloading intervene, weights lie elsewhere or
+        are tensor subclasses (quantised, distributed).
+        """
+        found = []
+        for module, children in self.modules:
+            if (
+                module._forward_hooks
+                or module._forward_pre_hooks
+                or "forward" in module.__dict__  # as offloading and device maps replace it
+                or tuple(module._modules.values()) != children
+            ):
                 return None
-            parts.append(parameter.data_ptr())
-    for state in cache.states():
-        if state.current is None:
-            return None
-        parts.append(state.current.data_ptr())
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    if type(parameter) is not nn.Parameter or parameter.device != device:
+                        return None
+                    found.append(parameter.data_ptr())
+        return found
+
+
+def _buffers(cache) -> list[int] | None:
+    """The addresses and sizes of the cache's buffers, or `None` if a state is still missing."""
+    states = [state.current for state in cache.states()]
+    if any(state is None for state in states):
+        return None
     rows = cache.rows
-    parts += [rows.page_table.data_ptr(), rows.lengths.data_ptr(), *rows.page_table.shape]
-    return tuple(parts)
+    tensors = [rows.page_table, rows.lengths, *states]
+    return [*rows.page_table.shape, *(tensor.data_ptr() for tensor in tensors)]
 
 
 __all__ = ["DecodeGraph", "replay_step"]

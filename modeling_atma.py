@@ -676,8 +676,8 @@ class AtmaModel(AtmaPreTrainedModel):
                 each other.
             cache, past_key_values: an `AtmaCache` to continue and fill (either name).
             use_cache: whether to return a cache. Defaults to `config.use_cache`.
-            output_hidden_states (`bool`, `int` or `list[int]`): whether to return the input of every
-                layer and the output of the final norm, or which of them (others are `None`).
+            output_hidden_states (`bool`, `int` or `list[int]`): whether to return the input of
+                every layer and the output of the final norm, or which of them (others are `None`).
             output_diagnostics: whether to return an `AtmaDiagnostics` for each hybrid layer.
             cu_seq_lens_q (`[N + 1]`): boundaries of packed documents in one row, instead of
                 `position_ids`. `cu_seq_lens_k` must be the same. `seq_idx` (`[B, T]`): the document
