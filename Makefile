@@ -14,6 +14,8 @@ OLDEST_PYTHON := .venv-oldest/bin/python
 # One thread for each of the workers: the tests are many small tensors.
 PYTEST := -m pytest -q -n $(WORKERS)
 test: export OMP_NUM_THREADS := 1
+# Threads that spin while they wait cost a busy machine several times the work itself.
+quickstart: export OMP_WAIT_POLICY := PASSIVE
 
 .PHONY: help venv quickstart test lint clean
 .DEFAULT_GOAL := help
@@ -28,6 +30,7 @@ quickstart: .venv/.installed  ## Train a small ATMA on real text, save, load it 
 
 test: .venv/.installed .venv-oldest/.installed  ## Run all tests, and the smoke tests on the oldest Transformers
 	$(NEWEST_PYTHON) $(PYTEST)
+	TRITON_INTERPRET=1 $(NEWEST_PYTHON) $(PYTEST) tests/*_triton.py
 	$(OLDEST_PYTHON) $(PYTEST) -m smoke
 
 lint: .venv/.installed  ## Check the style of the code

@@ -28,11 +28,14 @@ setup(
             "accelerate>=1.1",
             "datasets",
             "matplotlib",
+            # Triton's interpreter, which runs the kernels on the CPU, needs scalars of size-1 arrays.
+            "numpy<2.4",
             "peft",
             "pytest",
             "pytest-xdist",
             "rich",
             "ruff",
+            "triton==3.6.0; platform_system == 'Linux'",
         ],
     },
 )

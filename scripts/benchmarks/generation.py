@@ -107,6 +107,7 @@ def run(args) -> dict:
                     rows.append(row)
                     print_row(**row)
         if name == "atma" and device == "cuda":
+            model.config.decode_graph = True
             rows.append(bare_graph(model, args.prompt[0]))
             print_row(**rows[-1])
         del model
