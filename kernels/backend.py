@@ -4,6 +4,14 @@
 
 import torch
 
+try:
+    import triton
+except ImportError:  # the torch paths need none
+    INTERPRETED = False
+else:
+    # Triton's interpreter runs kernels on the host; a kernel is bound to it when it is decorated.
+    INTERPRETED = triton.knobs.runtime.interpret
+
 __all__ = ["BACKENDS", "choose_backend", "compute_dtype", "without_autocast"]
 
 BACKENDS = ("auto", "triton", "torch")
@@ -32,7 +40,11 @@ def choose_backend(
     if backend != "torch" and has_triton and tensor.is_cuda:
         return "triton"
     if backend == "triton":
-        reason = f"cannot run on the device {tensor.device}" if has_triton else "does not exist yet"
+        if has_triton and INTERPRETED and tensor.device.type == "cpu":
+            return "triton"
+        reason = "does not exist for these inputs, or Triton is not installed"
+        if has_triton:
+            reason = f"cannot run on the device {tensor.device}"
         raise ValueError(
             f"The Triton implementation of {operation} {reason}: use backend='auto' or 'torch'."
         )

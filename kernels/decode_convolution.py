@@ -13,9 +13,13 @@ from .backend import choose_backend
 from .short_convolution import causal_conv1d, gated_causal_conv1d, shift_window
 
 try:
-    from .decode_convolution_triton import canon_step_op, gated_causal_conv1d_step_op
+    from .decode_convolution_triton import (
+        canon_step_op,
+        causal_conv1d_step_op,
+        gated_causal_conv1d_step_op,
+    )
 except ImportError:  # no Triton here: the torch path serves every device
-    canon_step_op = gated_causal_conv1d_step_op = None
+    canon_step_op = causal_conv1d_step_op = gated_causal_conv1d_step_op = None
 
 __all__ = ["canon_step", "causal_conv1d_step", "gated_causal_conv1d_step"]
 
@@ -50,7 +54,11 @@ def causal_conv1d_step(
     Raises:
         ValueError: if the shapes do not fit each other or the backend cannot run.
     """
-    return _step([x], [weight], window, residual, lengths, backend, "causal_conv1d_step")[0]
+    _check_shapes([x], [weight], window)
+    has_triton = causal_conv1d_step_op is not None and _supports([x, weight], window)
+    if choose_backend(backend, x, "causal_conv1d_step", has_triton) == "triton":
+        return causal_conv1d_step_op(x, weight, window, lengths, residual)
+    return _step([x], [weight], window, lengths, residual)[0]
 
 
 @torch.no_grad()
@@ -80,8 +88,12 @@ def canon_step(
     Raises:
         ValueError: as `causal_conv1d_step`.
     """
-    weights = [query_weight, key_weight, value_weight]
-    return tuple(_step([query, key, value], weights, window, True, lengths, backend, "canon_step"))
+    inputs, weights = [query, key, value], [query_weight, key_weight, value_weight]
+    _check_shapes(inputs, weights, window)
+    has_triton = canon_step_op is not None and _supports([*inputs, *weights], window)
+    if choose_backend(backend, query, "canon_step", has_triton) == "triton":
+        return canon_step_op(inputs, weights, window, lengths, True)
+    return tuple(_step(inputs, weights, window, lengths, True))
 
 
 @torch.no_grad()
@@ -116,12 +128,8 @@ def gated_causal_conv1d_step(
     return y, conv_input
 
 
-def _step(inputs, weights, window, residual, lengths, backend, operation) -> list[torch.Tensor]:
-    """Streams side by side in one window."""
-    _check_shapes(inputs, weights, window)
-    has_triton = canon_step_op is not None and _supports([*inputs, *weights], window)
-    if choose_backend(backend, inputs[0], operation, has_triton) == "triton":
-        return canon_step_op(inputs, weights, window, lengths, residual)
+def _step(inputs, weights, window, lengths, residual) -> list[torch.Tensor]:
+    """Streams side by side in one window, in plain torch."""
     windows = window.split([x.shape[2] for x in inputs], dim=2)
     outputs = [
         causal_conv1d(x, weight, initial_state=old, residual=residual, backend="torch")

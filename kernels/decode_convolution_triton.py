@@ -1,6 +1,6 @@
 # Copyright 2026 The ATMA team.
 # Licensed under the Apache License, Version 2.0; see the file LICENSE.
-"""Steps of the causal depthwise convolutions in Triton: outputs and the new window in one launch."""
+"""Steps of the causal depthwise convolutions in Triton: results and new window in one launch."""
 
 import torch
 
@@ -10,7 +10,9 @@ try:
 except ImportError as error:
     raise ImportError("The Triton path of decoding needs the package triton.") from error
 
-__all__ = ["canon_step_fwd", "gated_causal_conv1d_step_fwd"]
+from .operators import define_operator
+
+__all__ = ["canon_step_op", "causal_conv1d_step_op", "gated_causal_conv1d_step_op"]
 
 _BLOCK_CHANNELS = 128
 
@@ -56,7 +58,8 @@ def _step(
     With GATED the convolution's input is gate * x, which is kept in `p_input`, and its output is
     multiplied by scale.
     """
-    for t in range(0, num_tokens):
+    for i_t in range(0, num_tokens):
+        t = tl.cast(i_t, tl.int64)
         b_x = _input(p_x, p_gate, t * stride_xt + o_c, m_c, GATED)
         b_y = b_x * tl.load(p_weight + o_c * K + K - 1, mask=m_c, other=0.0).to(tl.float32)
         if GATED:
@@ -205,3 +208,122 @@ def gated_causal_conv1d_step_kernel(
         p_b + 2 * C, p_b, p_b + C, weight, window + i_b * stride_wb, p_y, p_input, o_c, m_c,
         num_tokens, num_real, stride_pt, stride_ww, C, K, BW, False, True,
     )  # fmt: skip
+
+
+def conv_steps_fwd(
+    inputs: list[torch.Tensor],
+    weights: list[torch.Tensor],
+    window: torch.Tensor,
+    lengths: torch.Tensor | None,
+    residual: bool,
+) -> list[torch.Tensor]:
+    """One to three streams [B, T, C_i] with weights [C_i, K] and one window [B, K - 1, sum C_i]."""
+    inputs = [x if x.stride(2) == 1 else x.contiguous() for x in inputs]
+    outputs = [x.new_empty(x.shape) for x in inputs]
+    B, T, _ = inputs[0].shape
+    if B * T == 0:
+        return outputs
+    K = weights[0].shape[1]
+    missing = 3 - len(inputs)
+    channels = [x.shape[2] for x in inputs] + [0] * missing
+    num_blocks = sum(triton.cdiv(c, _BLOCK_CHANNELS) for c in channels)
+    streams, results = inputs + inputs[:1] * missing, outputs + outputs[:1] * missing
+    with torch.cuda.device_of(window):
+        canon_step_kernel[(B * num_blocks,)](
+            *streams,
+            *[weight.contiguous() for weight in weights + weights[:1] * missing],
+            window,
+            window if lengths is None else lengths.contiguous(),
+            *results,
+            T,
+            *[stride for x in streams for stride in x.stride()[:2]],
+            *window.stride()[:2],
+            CQ=channels[0],
+            CK=channels[1],
+            CV=channels[2],
+            K=K,
+            BC=_BLOCK_CHANNELS,
+            BW=triton.next_power_of_2(max(K - 1, 1)),
+            RESIDUAL=residual,
+            HAS_LENGTHS=lengths is not None,
+            num_warps=1,
+        )
+    return outputs
+
+
+def gated_causal_conv1d_step_fwd(
+    projected: torch.Tensor,
+    weight: torch.Tensor,
+    window: torch.Tensor,
+    lengths: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The arguments and results are those of `gated_causal_conv1d_step`."""
+    projected = projected if projected.stride(2) == 1 else projected.contiguous()
+    B, T, C = *projected.shape[:2], weight.shape[0]
+    K = weight.shape[1]
+    y, conv_input = projected.new_empty(B, T, C), projected.new_empty(B, T, C)
+    if y.numel() == 0:
+        return y, conv_input
+    with torch.cuda.device_of(window):
+        gated_causal_conv1d_step_kernel[(B * triton.cdiv(C, _BLOCK_CHANNELS),)](
+            projected,
+            weight.contiguous(),
+            window,
+            window if lengths is None else lengths.contiguous(),
+            y,
+            conv_input,
+            T,
+            *projected.stride()[:2],
+            *window.stride()[:2],
+            C=C,
+            K=K,
+            BC=_BLOCK_CHANNELS,
+            BW=triton.next_power_of_2(max(K - 1, 1)),
+            HAS_LENGTHS=lengths is not None,
+            num_warps=1,
+        )
+    return y, conv_input
+
+
+def _canon_step(inputs, weights, window, lengths, residual):
+    return tuple(conv_steps_fwd(inputs, weights, window, lengths, residual))
+
+
+def _canon_step_fake(inputs, weights, window, lengths, residual):
+    return tuple(x.new_empty(x.shape) for x in inputs)
+
+
+def _causal_conv1d_step(x, weight, window, lengths, residual):
+    return conv_steps_fwd([x], [weight], window, lengths, residual)[0]
+
+
+def _causal_conv1d_step_fake(x, weight, window, lengths, residual):
+    return x.new_empty(x.shape)
+
+
+def _gated_causal_conv1d_step_fake(projected, weight, window, lengths):
+    shape = (*projected.shape[:2], weight.shape[0])
+    return projected.new_empty(shape), projected.new_empty(shape)
+
+
+canon_step_op = define_operator(
+    __name__,
+    "canon_step(Tensor[] inputs, Tensor[] weights, Tensor(a!) window, Tensor? lengths, "
+    "bool residual) -> (Tensor, Tensor, Tensor)",
+    _canon_step,
+    _canon_step_fake,
+)
+causal_conv1d_step_op = define_operator(
+    __name__,
+    "causal_conv1d_step(Tensor x, Tensor weight, Tensor(a!) window, Tensor? lengths, "
+    "bool residual) -> Tensor",
+    _causal_conv1d_step,
+    _causal_conv1d_step_fake,
+)
+gated_causal_conv1d_step_op = define_operator(
+    __name__,
+    "gated_causal_conv1d_step(Tensor projected, Tensor weight, Tensor(a!) window, "
+    "Tensor? lengths) -> (Tensor, Tensor)",
+    gated_causal_conv1d_step_fwd,
+    _gated_causal_conv1d_step_fake,
+)

@@ -22,6 +22,16 @@ import torch.nn.functional as F
 from .backend import choose_backend, compute_dtype, without_autocast
 from .documents import document_ids
 
+try:
+    from .gated_delta_triton import gated_delta_chunks, supports_gated_delta
+except ImportError:  # no Triton here: the torch path serves every device
+    gated_delta_chunks = None
+
+try:
+    from .gated_delta_step_triton import gated_delta_step_op
+except ImportError:  # no Triton here: the torch path serves every device
+    gated_delta_step_op = None
+
 __all__ = ["gated_delta", "gated_delta_reference", "gated_delta_step", "log_retention"]
 
 # Chunks whose matrix products are batched; more only costs memory.
@@ -82,19 +92,35 @@ def gated_delta(
         lengths: [B]; the tokens of row b from lengths[b] on are padding: they leave the state as it
             is. What is read at padding means nothing, but is finite.
         output_final_state: whether to return the state after the last token.
-        chunk_size: tokens per chunk, at most.
+        chunk_size: tokens per chunk of the torch path, at most.
         backend: "auto", "triton" or "torch".
 
     Returns:
         The read [B, T, H, D] in the query's dtype, and the final state [N, H, D, D] in fp32 (fp64
-        for fp64 inputs) or None. Everything is computed in the dtype of the state.
+        for fp64 inputs) or None. The torch path computes everything in the dtype of the state; the
+        Triton path multiplies matrices in the dtype of the inputs and sums in fp32.
 
     Raises:
         ValueError: if the shapes do not fit each other, if cu_seqlens comes with more than one row
             or with lengths, or if the backend cannot run.
     """
     _check_inputs(query, key, value, retention_logits, write_logits, cu_seqlens, lengths)
-    choose_backend(backend, query, "gated_delta")
+    has_triton = gated_delta_chunks is not None and supports_gated_delta(query, key, value)
+    if choose_backend(backend, query, "gated_delta", has_triton) == "triton":
+        return gated_delta_chunks(
+            query,
+            key,
+            value,
+            retention_logits,
+            write_logits,
+            retention_bias,
+            write_bias,
+            max_half_life,
+            initial_state,
+            cu_seqlens,
+            lengths,
+            output_final_state,
+        )
     batch_size, num_tokens, num_heads, head_dim = query.shape
     dtype = compute_dtype(query, key, value)
     with without_autocast(query):
@@ -189,6 +215,7 @@ def gated_delta_step(
     write_bias: float = 0.0,
     max_half_life: float | None = None,
     lengths: torch.Tensor | None = None,
+    readout_gate: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
     """Advances a memory by a few tokens, in place. No gradient is recorded.
@@ -200,6 +227,8 @@ def gated_delta_step(
         retention_bias, write_bias, max_half_life: of the gates.
         lengths: [B]; the tokens of row b from lengths[b] on are padding: they leave its state as it
             is, bit for bit.
+        readout_gate: [B, T, H, D]; if given, what is read leaves as RMSNorm(read) * sigmoid(gate),
+            normalised over each head without a weight.
         backend: "auto", "triton" or "torch".
 
     Returns:
@@ -209,11 +238,36 @@ def gated_delta_step(
         ValueError: if the shapes do not fit each other or the backend cannot run.
     """
     _check_inputs(query, key, value, retention_logits, write_logits, None, lengths)
-    choose_backend(backend, query, "gated_delta_step")
+    if readout_gate is not None and readout_gate.shape != query.shape:
+        raise ValueError(
+            f"readout_gate must have the shape of the queries, {tuple(query.shape)}, "
+            f"but has {tuple(readout_gate.shape)}."
+        )
     dtype = compute_dtype(query, key, value)
+    has_triton = (
+        gated_delta_step_op is not None
+        and dtype == state.dtype == torch.float32
+        and state.is_contiguous()
+        and query.shape[3] <= 256
+    )
+    if choose_backend(backend, query, "gated_delta_step", has_triton) == "triton":
+        max_gamma = 1.0 if max_half_life is None else 2 ** (-1 / max_half_life)
+        return gated_delta_step_op(
+            query,
+            key,
+            value,
+            retention_logits,
+            write_logits,
+            readout_gate,
+            lengths,
+            state,
+            retention_bias,
+            write_bias,
+            max_gamma,
+        )
     with without_autocast(query):
         read, last_state = _token_loop(
-            query,
+            query.to(dtype),
             key,
             value,
             log_retention(retention_logits, retention_bias, max_half_life).to(dtype),
@@ -221,8 +275,11 @@ def gated_delta_step(
             state.to(dtype),
             lengths,
         )
+        if readout_gate is not None:
+            read = F.rms_norm(read, read.shape[-1:], eps=2.0**-23)
+            read = read * torch.sigmoid(readout_gate.to(dtype))
     state.copy_(last_state)
-    return read
+    return read.to(query.dtype)
 
 
 def _check_inputs(query, key, value, retention_logits, write_logits, cu_seqlens, lengths) -> None:

@@ -14,12 +14,19 @@ from .backend import choose_backend, compute_dtype, without_autocast
 from .pages import gather_pages
 from .polar_attention import (
     PolarOutput,
+    PolarStatistics,
     block_sizes,
     finish_polar_attention,
     stream_polar_attention,
     temperature_and_null,
 )
 from .visibility import Visibility, check_window
+
+try:
+    from .paged_polar_attention_triton import paged_polar_op
+    from .pages_triton import pools_fit_kernels
+except ImportError:  # no Triton here: the torch path serves every device
+    paged_polar_op = None
 
 __all__ = ["paged_polar_attention"]
 
@@ -65,7 +72,8 @@ def paged_polar_attention(
     """Polar attention of new queries over the pages of their rows; no gradient flows.
 
     The new tokens' keys and values must be in the pages already. At most a block of pages is
-    gathered at a time; with a window, only the pages that it touches.
+    gathered at a time; with a window, only the pages that it touches. The Triton path gathers
+    nothing, and the host never waits for the device.
 
     Args:
         query: [B, T, H, D]; all results take its dtype.
@@ -83,7 +91,6 @@ def paged_polar_attention(
         ValueError: for heads that are no multiple of the groups, a window below 1, or a backend
             that cannot run.
     """
-    choose_backend(backend, query, "paged_polar_attention")
     page_size, num_groups, head_dim = key_slabs[0].shape[1:]
     num_queries, num_heads = query.shape[1:3]
     if num_heads % num_groups:
@@ -91,6 +98,19 @@ def paged_polar_attention(
             f"The {num_heads} query heads must be a multiple of the {num_groups} key/value heads."
         )
     check_window(window)
+    inputs = (null_value, length_gain, null_base, null_slope, magnitude_gain)
+    has_triton = (
+        paged_polar_op is not None
+        and head_dim <= 256
+        and compute_dtype(query, *inputs) == torch.float32
+        and pools_fit_kernels(key_slabs, value_slabs)
+    )
+    if choose_backend(backend, query, "paged_polar_attention", has_triton) == "triton":
+        direction, magnitude, n_eff, null_weight = paged_polar_op(
+            query, key_slabs, value_slabs, page_table, query_start, *inputs, window
+        )
+        statistics = PolarStatistics(n_eff, null_weight) if return_statistics else None
+        return PolarOutput(direction, magnitude, statistics)
     if window is not None:
         page_table, query_start = _pages_in_reach(
             page_table, query_start, num_queries, page_size, window

@@ -11,7 +11,14 @@ are 0.
 
 import torch
 
-__all__ = ["gather_pages", "write_pages"]
+from .backend import choose_backend
+
+try:
+    from .pages_triton import pools_fit_kernels, write_key_value_pages_op
+except ImportError:  # no Triton here: the torch path serves every device
+    write_key_value_pages_op = None
+
+__all__ = ["gather_pages", "write_key_value_pages", "write_pages"]
 
 
 def write_pages(
@@ -53,6 +60,42 @@ def write_pages(
         inside = (address >= base) & (address < base + size)
         slab.view(-1, *new.shape[1:]).index_copy_(0, address[inside] - base, new[inside])
         base += size
+
+
+@torch.no_grad()
+def write_key_value_pages(
+    key_slabs: list[torch.Tensor],
+    value_slabs: list[torch.Tensor],
+    page_table: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    start: torch.Tensor,
+    lengths: torch.Tensor | None = None,
+    *,
+    backend: str = "auto",
+) -> None:
+    """`write_pages` of a layer's new keys and values at once.
+
+    Args:
+        key_slabs, value_slabs: the pools.
+        key, value: [B, T, G, D].
+        page_table, start, lengths: as in `write_pages`. What has no place is written to the scratch
+            page or nowhere.
+        backend: "auto", "triton" or "torch".
+
+    Raises:
+        ValueError: for a backend that cannot run.
+    """
+    has_triton = (
+        write_key_value_pages_op is not None
+        and key.dtype != torch.float64
+        and pools_fit_kernels(key_slabs, value_slabs)
+    )
+    if choose_backend(backend, key, "write_key_value_pages", has_triton) == "triton":
+        write_key_value_pages_op(key_slabs, value_slabs, page_table, key, value, start, lengths)
+        return
+    write_pages(key_slabs, page_table, key, start, lengths)
+    write_pages(value_slabs, page_table, value, start, lengths)
 
 
 def gather_pages(slabs: list[torch.Tensor], page_table: torch.Tensor) -> torch.Tensor:

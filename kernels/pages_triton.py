@@ -10,14 +10,25 @@ try:
 except ImportError as error:
     raise ImportError("The Triton path of the pages needs the package triton.") from error
 
-from .backend import define_operator, device_of
+from .operators import define_operator
 
-__all__ = ["MAX_SLABS", "find_page", "slab_arguments", "write_key_value_pages_fwd"]
+__all__ = ["find_page", "pools_fit_kernels", "slab_arguments", "write_key_value_pages_op"]
 
 # A kernel is compiled for 1, 4, 16 or 64 slabs; what is missing to the next number is filled up.
-MAX_SLABS = 64
+_MAX_SLABS = 64
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Compared with odd numbers below, this lies after every page.
 _NO_SLAB = 2**31 - 1
+
+
+def pools_fit_kernels(key_slabs: list[torch.Tensor], value_slabs: list[torch.Tensor]) -> bool:
+    """Whether the kernels can address the pages of two pools."""
+    slabs = [*key_slabs, *value_slabs]
+    return (
+        len(key_slabs) <= _MAX_SLABS
+        and [slab.shape for slab in key_slabs] == [slab.shape for slab in value_slabs]
+        and all(slab.dtype in _DTYPES and slab.is_contiguous() for slab in slabs)
+    )
 
 
 def slab_arguments(slabs: list[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], tuple[int, ...]]:
@@ -52,7 +63,8 @@ def find_page(slabs, first_pages, page, page_stride):
 
 @triton.jit
 def _write_token(p_new, p_page, within, o_c, m_c, stride_g, stride_d, D: tl.constexpr, GD):
-    new = tl.load(p_new + (o_c // D) * stride_g + (o_c % D) * stride_d, mask=m_c)
+    o_new = o_c.to(tl.int64)
+    new = tl.load(p_new + (o_new // D) * stride_g + (o_new % D) * stride_d, mask=m_c)
     tl.store(p_page + within * GD + o_c, new.to(p_page.dtype.element_ty), mask=m_c)
 
 
@@ -93,16 +105,14 @@ def write_key_value_pages_kernel(
     BLOCK: tl.constexpr,
     HAS_LENGTHS: tl.constexpr,
 ):
-    i_b = tl.program_id(0) // num_tokens
-    i_t = tl.program_id(0) % num_tokens
+    i_b = (tl.program_id(0) // num_tokens).to(tl.int64)
+    i_t = (tl.program_id(0) % num_tokens).to(tl.int64)
     position = tl.load(start + i_b).to(tl.int64) + i_t
     stored = (position >= 0) & (position < num_pages.to(tl.int64) * PAGE_SIZE)
     if HAS_LENGTHS:
         stored = stored & (i_t < tl.load(lengths + i_b))
     # What has no place is not written at all: nobody reads the scratch page.
     if stored:
-        i_b = i_b.to(tl.int64)
-        i_t = i_t.to(tl.int64)
         page = tl.load(page_table + i_b * stride_table + position // PAGE_SIZE).to(tl.int32)
         within = position % PAGE_SIZE
         o_c = tl.arange(0, BLOCK)
@@ -110,6 +120,60 @@ def write_key_value_pages_kernel(
         p_page = find_page(key_slabs, first_pages, page, PAGE_SIZE * G * D)
         p_new = key + i_b * stride_kb + i_t * stride_kt
         _write_token(p_new, p_page, within, o_c, m_c, stride_kg, stride_kd, D, G * D)
-        p_page = find_page(value_slabs, first_pages, page, PAGE_SIZE * G * D)
-        p_new = value + i_b * stride_vb + i_t * stride_vt
-        _write_token(p_new, p_page, within, o_c, m_c, stride_vg, stride_vd, D, G * D)
+        p_value_page = find_page(value_slabs, first_pages, page, PAGE_SIZE * G * D)
+        p_new_value = value + i_b * stride_vb + i_t * stride_vt
+        _write_token(p_new_value, p_value_page, within, o_c, m_c, stride_vg, stride_vd, D, G * D)
+
+
+def write_key_value_pages_fwd(
+    key_slabs: list[torch.Tensor],
+    value_slabs: list[torch.Tensor],
+    page_table: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    start: torch.Tensor,
+    lengths: torch.Tensor | None,
+) -> None:
+    """The arguments are those of `write_key_value_pages`; slabs are contiguous."""
+    B, T, G, D = key.shape
+    if key.numel() == 0:
+        return
+    page_table = page_table if page_table.stride(1) == 1 else page_table.contiguous()
+    key_slabs, first_pages = slab_arguments(key_slabs)
+    value_slabs, _ = slab_arguments(value_slabs)
+    BLOCK = triton.next_power_of_2(G * D)
+    with torch.cuda.device_of(key):
+        write_key_value_pages_kernel[(B * T,)](
+            key,
+            value,
+            key_slabs,
+            value_slabs,
+            first_pages,
+            page_table,
+            start.contiguous(),
+            start if lengths is None else lengths.contiguous(),
+            T,
+            page_table.shape[1],
+            page_table.stride(0),
+            *key.stride(),
+            *value.stride(),
+            G=G,
+            D=D,
+            PAGE_SIZE=key_slabs[0].shape[1],
+            BLOCK=BLOCK,
+            HAS_LENGTHS=lengths is not None,
+            num_warps=max(min(BLOCK // 256, 8), 1),
+        )
+
+
+def _write_key_value_pages_fake(*_):
+    return None
+
+
+write_key_value_pages_op = define_operator(
+    __name__,
+    "write_key_value_pages(Tensor(a!)[] key_slabs, Tensor(b!)[] value_slabs, Tensor page_table, "
+    "Tensor key, Tensor value, Tensor start, Tensor? lengths) -> ()",
+    write_key_value_pages_fwd,
+    _write_key_value_pages_fake,
+)

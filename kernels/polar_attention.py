@@ -27,7 +27,13 @@ import torch
 import torch.nn.functional as F
 
 from .backend import choose_backend, compute_dtype, without_autocast
-from .visibility import Visibility, check_shapes
+from .visibility import Visibility, check_shapes, check_window
+
+try:
+    from .polar_attention_backward_triton import polar_bwd_op
+    from .polar_attention_triton import polar_fwd_op, serves
+except ImportError:  # no Triton here: the torch path serves every device
+    polar_bwd_op = polar_fwd_op = serves = None
 
 __all__ = [
     "PolarOutput",
@@ -480,6 +486,82 @@ class PolarAttentionFunction(torch.autograd.Function):
         return *(g.to(x.dtype) for g, x in zip(grads, inputs, strict=True)), None, None, None
 
 
+class TritonPolarAttentionFunction(torch.autograd.Function):
+    """The kernels; query, key and value share one dtype. Also returns l1 and log2 n_eff."""
+
+    @staticmethod
+    def forward(ctx, query, key, value, null_value, *rest):
+        inputs = (query, key, value, null_value, *rest[:4])
+        cu_seqlens, window, query_start = rest[4:]
+        for_backward = any(ctx.needs_input_grad)
+        direction, magnitude, norm, l1, log_n_eff, rounding = polar_fwd_op(
+            *inputs, cu_seqlens, query_start, window, for_backward
+        )
+        ctx.window = window
+        ctx.save_for_backward(
+            *inputs, cu_seqlens, query_start, direction, norm, l1, log_n_eff, rounding
+        )
+        ctx.mark_non_differentiable(l1, log_n_eff)
+        return direction, magnitude, l1, log_n_eff
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_direction, grad_magnitude, _grad_l1, _grad_log_n_eff):
+        *inputs, cu_seqlens, query_start, direction, norm, l1, log_n_eff, rounding = (
+            ctx.saved_tensors
+        )
+        *gradients, scalars = polar_bwd_op(
+            grad_direction, grad_magnitude, *inputs, cu_seqlens, query_start, ctx.window,
+            direction, norm, l1, log_n_eff, rounding,
+        )  # fmt: skip
+        gradients += scalars.unbind()
+        gradients = (g.to(x.dtype) for g, x in zip(gradients, inputs, strict=True))
+        return *gradients, None, None, None
+
+
+def _kernel_dtype(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.dtype:
+    """The one dtype that the kernels read query, key and value in: autocast's, as for every
+    attention, else the widest of the three."""
+    dtype = torch.promote_types(torch.promote_types(query.dtype, key.dtype), value.dtype)
+    device_type = query.device.type
+    if dtype != torch.float64 and torch.is_autocast_enabled(device_type):
+        return torch.get_autocast_dtype(device_type)
+    return dtype
+
+
+def _triton_polar_attention(
+    query, key, value, parameters, dtype, cu_seqlens, window, query_start, return_statistics
+) -> PolarOutput:
+    check_window(window)
+    direction, magnitude, l1, log_n_eff = TritonPolarAttentionFunction.apply(
+        query.to(dtype),
+        key.to(dtype),
+        value.to(dtype),
+        *parameters,
+        cu_seqlens,
+        window,
+        query_start,
+    )
+    statistics = None
+    if return_statistics:
+        visibility = Visibility(
+            query.shape[1],
+            key.shape[1],
+            query.device,
+            cu_seqlens=cu_seqlens,
+            window=window,
+            query_start=query_start,
+        )
+        with torch.no_grad():
+            temp, null = temperature_and_null(visibility.count, *parameters[1:4], torch.float32)
+            l1, log_n_eff = l1 * math.log(2), log_n_eff * math.log(2)
+            n_eff, _, null_weight, _ = _shares(
+                l1, 2 * l1 - log_n_eff, temp * null, visibility.seen[:, None]
+            )
+        statistics = PolarStatistics(n_eff.transpose(1, 2), null_weight.transpose(1, 2))
+    return PolarOutput(direction.to(query.dtype), magnitude.to(query.dtype), statistics)
+
+
 def polar_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -500,7 +582,8 @@ def polar_attention(
 
     Args:
         query: [B, T, H, D], fp64, fp32, bf16 or fp16; all results take its dtype. Computed in fp32
-            (fp64 for fp64 inputs), autocast or not.
+            (fp64 for fp64 inputs), autocast or not; the kernels, which accumulate in fp32, read
+            query, key and value in autocast's dtype where it is on.
         key, value: [B, S, G, D]; G divides H, query head h reads group h // (H / G).
         null_value: [H, D], the value that the null stands for.
         length_gain, null_base, null_slope, magnitude_gain: [H], the learned scalars, raw.
@@ -511,7 +594,8 @@ def polar_attention(
             queries. A query before the first key sees nothing: its magnitude is 0, its direction
             that of the null's value.
         return_statistics: adds n_eff and w_0 to the output, detached.
-        backend: "auto", "triton" or "torch".
+        backend: "auto", "triton" or "torch". The kernels serve head sizes that are multiples of 8,
+            from 16 to 256, in fp32, bf16 and fp16; "auto" takes them on a GPU.
 
     Returns:
         `PolarOutput` with direction [B, T, H, D] and magnitude [B, T, H].
@@ -520,7 +604,21 @@ def polar_attention(
         ValueError: for shapes or arguments that do not fit together, or a backend that cannot run.
     """
     check_shapes(query, key, value, cu_seqlens)
-    choose_backend(backend, query, "polar_attention")
+    dtype = _kernel_dtype(query, key, value)
+    has_triton = serves is not None and serves(query.shape[3], dtype)
+    if choose_backend(backend, query, "polar_attention", has_triton) == "triton":
+        parameters = (null_value, length_gain, null_base, null_slope, magnitude_gain)
+        return _triton_polar_attention(
+            query,
+            key,
+            value,
+            parameters,
+            dtype,
+            cu_seqlens,
+            window,
+            query_start,
+            return_statistics,
+        )
     direction, magnitude, n_eff, null_weight = PolarAttentionFunction.apply(
         query,
         key,

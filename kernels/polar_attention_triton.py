@@ -20,33 +20,42 @@ import torch
 try:
     import triton
     import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError as error:
     raise ImportError("The Triton path of polar attention needs the package triton.") from error
 
+from .operators import define_operator
+
 __all__ = [
-    "MIN_HEAD_DIM",
-    "MAX_HEAD_DIM",
+    "LN2",
+    "LOG2E",
+    "MIN_NORM",
+    "NO_LIMIT",
+    "PARTS",
     "Problem",
-    "Tile",
     "choose_tile",
+    "document_of",
     "key_range",
     "length_terms",
     "log1p",
+    "partial_sums",
+    "load_rows",
     "locate",
     "polar_fwd",
+    "polar_fwd_op",
+    "rows_contiguous",
+    "serves",
     "softplus",
+    "streamed",
 ]
 
-MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
 # No window: wider than any row, and sums with positions stay far from overflow.
 NO_WINDOW = 2**30
 LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = tl.constexpr(1.4426950408889634)
 MIN_NORM = tl.constexpr(1e-6)
-
-
-class Tile(tuple):
-    """(queries, keys, warps, stages) of one kernel."""
+NO_LIMIT = tl.constexpr(2**31 - 1)
+PARTS = tl.constexpr(8)
 
 
 @triton.jit
@@ -73,7 +82,7 @@ def length_terms(count):
 
 
 @triton.jit
-def _document(p_cu_seqlens, num_documents, search_steps, o_t):
+def document_of(p_cu_seqlens, num_documents, search_steps, o_t):
     """The index of each token's document: the last offset that is not past the token."""
     low = tl.zeros_like(o_t)
     high = low + num_documents
@@ -92,7 +101,7 @@ def locate(
 ):  # fmt: skip
     """The first and last key that queries `o_t` see, and their counts n."""
     if PACKED:
-        index = _document(p_cu_seqlens, num_documents, search_steps, o_t)
+        index = document_of(p_cu_seqlens, num_documents, search_steps, o_t)
         position = o_t - tl.load(p_cu_seqlens + index).to(tl.int32)
         place = o_t
     elif STARTS:
@@ -106,15 +115,45 @@ def locate(
 
 
 @triton.jit
-def key_range(b_first, b_last, o_t, T, BM: tl.constexpr):
+def key_range(b_first, b_last, o_t, T):
     """The keys [start, stop) that some row of the tile sees, and [full_start, full_stop), which all
     of them see. Both ends grow with the row."""
     m_t = o_t < T
-    start = tl.maximum(tl.min(tl.where(m_t, b_first, 2147483647)), 0)
+    start = tl.maximum(tl.min(tl.where(m_t, b_first, NO_LIMIT)), 0)
     full_start = tl.max(tl.where(m_t, b_first, 0))
     stop = tl.max(tl.where(m_t, b_last, -1)) + 1
-    full_stop = tl.min(tl.where(m_t, b_last, 2147483647)) + 1
+    full_stop = tl.min(tl.where(m_t, b_last, NO_LIMIT)) + 1
     return start, stop, full_start, full_stop
+
+
+@triton.jit
+def load_rows(
+    x, i_b, i_h, row, length, s_b, s_t, s_h,
+    ROWS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, ALIGN: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Rows [row, row + ROWS) of one head of x [B, length, heads, D], zeros past its end.
+
+    `x` is a descriptor if TMA, else a pointer. The result is [ROWS, BD].
+    """
+    if TMA:
+        b_x = x.load([i_b, row, i_h, 0]).reshape(ROWS, BD)
+    else:
+        o_t = row + tl.arange(0, ROWS)
+        o_d = tl.arange(0, BD)
+        base = tl.multiple_of(i_b.to(tl.int64) * s_b + i_h.to(tl.int64) * s_h, ALIGN)
+        offsets = o_t[:, None] * tl.multiple_of(s_t.to(tl.int64), ALIGN) + o_d[None, :]
+        mask = (o_t < length)[:, None]
+        if D != BD:
+            mask &= (o_d < D)[None, :]
+        b_x = tl.load(x + base + offsets, mask, 0.0)
+    return b_x
+
+
+@triton.jit
+def partial_sums(b_x):
+    """Sums of every PARTS-th column, [BM, PARTS]: as the threads hold the result of a product."""
+    shape: tl.constexpr = [b_x.shape[0], b_x.shape[1] // PARTS, PARTS]
+    return tl.sum(tl.reshape(b_x, shape), 1)
 
 
 @triton.jit(do_not_specialize=[
@@ -123,17 +162,18 @@ def key_range(b_first, b_last, o_t, T, BM: tl.constexpr):
 ])  # fmt: skip
 def polar_attention_fwd_kernel(
     p_q, p_k, p_v, p_null, p_gain, p_base, p_slope, p_magnitude_gain, p_cu_seqlens, p_query_start,
-    p_c, p_magnitude, p_norm, p_l1, p_log_n_eff,
+    p_c, p_rest, p_magnitude, p_norm, p_l1, p_log_n_eff,
     B, T, S, num_documents, search_steps, offset, window, scale,
     s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_vb, s_vt, s_vh,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, ALIGN: tl.constexpr,
-    PACKED: tl.constexpr, STARTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    PACKED: tl.constexpr, STARTS: tl.constexpr, REST: tl.constexpr, TMA: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     # The last tiles of causal rows are the longest: they start first.
     i_bh = tl.program_id(0) % (B * H)
     i_t = tl.cdiv(T, BM) - 1 - tl.program_id(0) // (B * H)
     i_b, i_h = i_bh // H, i_bh % H
-    b64, h64, g64 = i_b.to(tl.int64), i_h.to(tl.int64), (i_h // (H // G)).to(tl.int64)
+    i_g = i_h // (H // G)
     o_t = i_t * BM + tl.arange(0, BM)
     o_d = tl.arange(0, BD)
     m_t, m_d = o_t < T, o_d < D
@@ -141,7 +181,7 @@ def polar_attention_fwd_kernel(
         o_t, i_b, p_cu_seqlens, p_query_start, num_documents, search_steps, offset, window, S,
         PACKED, STARTS,
     )  # fmt: skip
-    start, stop, full_start, full_stop = key_range(b_first, b_last, o_t, T, BM)
+    start, stop, full_start, full_stop = key_range(b_first, b_last, o_t, T)
 
     log_count, root = length_terms(b_count)
     temp = 1 + softplus(tl.load(p_gain + i_h).to(tl.float32)) * log_count
@@ -149,57 +189,59 @@ def polar_attention_fwd_kernel(
     null += softplus(tl.load(p_slope + i_h).to(tl.float32)) * root
     b_rate = temp * (scale * LOG2E)
 
-    p_q += tl.multiple_of(b64 * s_qb + h64 * s_qh, ALIGN)
-    s_qt = tl.multiple_of(s_qt.to(tl.int64), ALIGN)
-    b_q = tl.load(p_q + o_t[:, None] * s_qt + o_d[None, :], m_t[:, None] & m_d[None, :], 0.0)
-    s_kt = tl.multiple_of(s_kt.to(tl.int64), ALIGN)
-    s_vt = tl.multiple_of(s_vt.to(tl.int64), ALIGN)
-    p_k += tl.multiple_of(b64 * s_kb + g64 * s_kh, ALIGN)
-    p_v += tl.multiple_of(b64 * s_vb + g64 * s_vh, ALIGN)
-
+    b_q = load_rows(p_q, i_b, i_h, i_t * BM, T, s_qb, s_qt, s_qh, BM, D, BD, ALIGN, False)
     b_acc = tl.zeros([BM, BD], tl.float32)
     b_max = tl.full([BM], float("-inf"), tl.float32)
-    b_sum = tl.zeros([BM], tl.float32)
-    b_squares = tl.zeros([BM], tl.float32)
+    # Sums over a row stay in PARTS parts, which saves an exchange between threads in every step.
+    b_sum = tl.zeros([BM, PARTS], tl.float32)
+    b_squares = tl.zeros([BM, PARTS], tl.float32)
     for j in range(start, stop, BN):
-        o_n = j + tl.arange(0, BN)
-        m_n = (o_n < S)[:, None] & m_d[None, :]
-        b_k = tl.load(p_k + o_n[:, None] * s_kt + o_d[None, :], m_n, 0.0)
+        b_k = load_rows(p_k, i_b, i_g, j, S, s_kb, s_kt, s_kh, BN, D, BD, ALIGN, TMA)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
         if (j < full_start) | (j + BN > full_stop):
+            o_n = j + tl.arange(0, BN)
             m_s = (b_first[:, None] <= o_n[None, :]) & (o_n[None, :] <= b_last[:, None])
             b_s = tl.where(m_s, b_s, float("-inf"))
-        new_max = tl.maximum(b_max, tl.max(b_s, 1) * b_rate)
+        b_new = tl.maximum(b_max, tl.max(b_s, 1) * b_rate)
         # Nothing seen so far: any finite shift turns the -inf logits into zero weights.
-        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+        shift = tl.where(b_new == float("-inf"), 0.0, b_new)
         b_p = tl.exp2(b_s * b_rate[:, None] - shift[:, None])
         decay = tl.exp2(b_max - shift)
-        b_sum = b_sum * decay + tl.sum(b_p, 1)
-        b_squares = b_squares * (decay * decay) + tl.sum(b_p * b_p, 1)
-        b_max = new_max
-        b_v = tl.load(p_v + o_n[:, None] * s_vt + o_d[None, :], m_n, 0.0)
+        b_sum = b_sum * decay[:, None] + partial_sums(b_p)
+        b_squares = b_squares * (decay * decay)[:, None] + partial_sums(b_p * b_p)
+        b_max = b_new
+        b_v = load_rows(p_v, i_b, i_g, j, S, s_vb, s_vt, s_vh, BN, D, BD, ALIGN, TMA)
         b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * decay[:, None], input_precision="ieee")
 
     m_seen = b_last >= b_first
-    b_sum = tl.where(m_seen, b_sum, 1.0)
+    b_sum = tl.where(m_seen, tl.sum(b_sum, 1), 1.0)
     log_sum = tl.log2(b_sum)
     b_l1 = tl.where(m_seen, b_max + log_sum, 0.0)
-    b_log_n_eff = 2 * log_sum - tl.log2(tl.where(m_seen, b_squares, 1.0))
+    b_log_n_eff = 2 * log_sum - tl.log2(tl.where(m_seen, tl.sum(b_squares, 1), 1.0))
     # Against the null: the real keys' share is sigmoid(l1 - a_0).
     gap = b_l1 * LN2 - temp * null
     real = tl.where(m_seen, tl.sigmoid(gap), 0.0)
     null_weight = tl.where(m_seen, tl.sigmoid(-gap), 1.0)
-    b_null = tl.load(p_null + h64 * D + o_d, m_d, 0.0).to(tl.float32)
+    b_null = tl.load(p_null + i_h * D + o_d, m_d, 0.0).to(tl.float32)
     b_acc = b_acc * (real / b_sum)[:, None] + null_weight[:, None] * b_null[None, :]
     b_norm = tl.sqrt(tl.sum(b_acc * b_acc, 1))
     b_acc /= tl.maximum(b_norm, MIN_NORM)[:, None]
     # tanh(gain ln(1 + m_eff)) with ln(1 + m_eff) = softplus(ln m_eff)
     log_m_eff = tl.where(m_seen, b_log_n_eff * LN2 - softplus(-gap), float("-inf"))
     gain = softplus(tl.load(p_magnitude_gain + i_h).to(tl.float32))
-    b_magnitude = _tanh(gain * softplus(log_m_eff))
+    b_magnitude = tanh(gain * softplus(log_m_eff))
 
+    b64 = i_b.to(tl.int64)
     rows = (b64 * T + o_t) * H + i_h
-    tl.store(p_c + rows[:, None] * D + o_d[None, :], b_acc, m_t[:, None] & m_d[None, :])
+    m_td = m_t[:, None] & m_d[None, :]
+    o_td = rows[:, None] * D + o_d[None, :]
+    b_c = b_acc.to(p_c.dtype.element_ty)
+    tl.store(p_c + o_td, b_c, m_td)
+    if REST:
+        # The next 8 bits of the mantissa. The two never differ in sign, so integers can tell.
+        rest = b_acc.to(tl.int32, bitcast=True) - b_c.to(tl.float32).to(tl.int32, bitcast=True)
+        rest = tl.minimum((rest + 128) >> 8, 127)
+        tl.store(p_rest + o_td, rest.to(tl.int8), m_td)
     tl.store(p_magnitude + rows, b_magnitude, m_t)
     heads_first = (b64 * H + i_h) * T + o_t
     tl.store(p_norm + heads_first, b_norm, m_t)
@@ -208,7 +250,7 @@ def polar_attention_fwd_kernel(
 
 
 @triton.jit
-def _tanh(x):
+def tanh(x):
     """tanh of x >= 0, also accurate for tiny x."""
     y = x * x
     small = x * (1 + y * (-1.0 / 3 + y * (2.0 / 15 - y * (17.0 / 315))))
@@ -250,8 +292,8 @@ def _device_limits(index: int | None) -> tuple[tuple[int, int], int]:
 
 
 def choose_tile(
-    tiles: dict, x: torch.Tensor, block_dim: int, shared_memory: Callable[[Tile], int]
-) -> Tile:
+    tiles: dict, x: torch.Tensor, block_dim: int, shared_memory: Callable[[tuple], int]
+) -> tuple[int, int, int, int]:
     """The tile of a table for the device of `x`, smaller where its shared memory does not suffice.
 
     Args:
@@ -259,25 +301,34 @@ def choose_tile(
         x: an input.
         block_dim: BD.
         shared_memory: gives the bytes that a tile needs.
+
+    Returns:
+        (queries, keys, warps, stages).
     """
     capability, limit = _device_limits(x.device.index if x.is_cuda else None)
     if capability == (0, 0):
-        return Tile((32, 32, 4, 1))
+        return (32, 32, 4, 1)
     entry = None
     for known in sorted(tiles):
         if entry is None or known <= capability:
             entry = tiles[known].get((x.element_size(), block_dim), entry)
-    tile = Tile(entry)
+    tile = entry
     while shared_memory(tile) > limit:
         queries, keys, warps, stages = tile
         if stages > 1:
-            tile = Tile((queries, keys, warps, stages - 1))
+            tile = (queries, keys, warps, stages - 1)
         elif max(queries, keys) > 16:
             halves = (queries // 2, keys) if queries >= keys else (queries, keys // 2)
-            tile = Tile((*halves, warps, stages))
+            tile = (*halves, warps, stages)
         else:
             break
     return tile
+
+
+def serves(head_dim: int, dtype: torch.dtype) -> bool:
+    """Whether the kernels take this head size and this dtype of query, key and value."""
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    return 16 <= head_dim <= 256 and head_dim % 8 == 0 and dtype in dtypes
 
 
 class Problem:
@@ -294,7 +345,7 @@ class Problem:
         self.window = NO_WINDOW if window is None else min(window, NO_WINDOW)
 
     def sizes(self) -> tuple:
-        """B, T, S, num_documents, search_steps, offset, window, scale."""
+        """B, T, S, num_documents, search_steps, offset, window."""
         return (
             self.B,
             self.T,
@@ -303,7 +354,6 @@ class Problem:
             self.num_documents.bit_length(),
             self.offset,
             self.window,
-            self.D**-0.5,
         )
 
     def constants(self, *strided: torch.Tensor) -> dict:
@@ -318,6 +368,37 @@ class Problem:
             "PACKED": self.cu_seqlens is not None,
             "STARTS": self.query_start is not None,
         }
+
+
+def streamed(tensors: list[torch.Tensor], rows: int, block_dim: int) -> tuple[list, bool]:
+    """What kernels read tensors [B, T, heads, D] through, `rows` at a time.
+
+    Returns:
+        Descriptors and True, where the copy engine of the device (from Hopper on) takes them all;
+        else the tensors and False.
+    """
+    takes = all(
+        x.is_cuda
+        and x.numel() > 0
+        and x.data_ptr() % 16 == 0
+        and all(
+            n == 1 or (s > 0 and s * x.element_size() % 16 == 0)
+            for n, s in zip(x.shape[:3], x.stride()[:3], strict=True)
+        )
+        for x in tensors
+    )
+    if not takes or _device_limits(tensors[0].device.index)[0] < (9, 0):
+        return tensors, False
+    # The stride of a dimension of one element does not matter, but has to be well-formed.
+    strides = [
+        [s if n > 1 else 16 for n, s in zip(x.shape[:3], x.stride()[:3], strict=True)] + [1]
+        for x in tensors
+    ]
+    block = [1, rows, 1, block_dim]
+    return [
+        TensorDescriptor(x, list(x.shape), stride, block)
+        for x, stride in zip(tensors, strides, strict=True)
+    ], True
 
 
 def rows_contiguous(x: torch.Tensor) -> torch.Tensor:
@@ -337,12 +418,14 @@ def polar_fwd(
     cu_seqlens: torch.Tensor | None,
     query_start: torch.Tensor | None,
     window: int | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    for_backward: bool,
+) -> tuple[torch.Tensor, ...]:
     """The forward: arguments as in `polar_attention`; query, key and value share one dtype.
 
     Returns:
-        direction [B, T, H, D] and magnitude [B, T, H] in the dtype of the query, and in fp32
-        [B, H, T] the norm |s|, l1 in base 2, and log2 n_eff.
+        direction [B, T, H, D] and magnitude [B, T, H] in the dtype of the query; in fp32 [B, H, T]
+        the norm |s|, l1 in base 2, and log2 n_eff; and `rest`, int8: if `for_backward` in bf16,
+        what rounding took from the direction, [B, T, H, D], else empty.
     """
     query, key, value = (rows_contiguous(x) for x in (query, key, value))
     problem = Problem(query, key, cu_seqlens, query_start, window)
@@ -352,22 +435,50 @@ def polar_fwd(
     norm, l1, log_n_eff = (
         torch.empty(B, H, T, dtype=torch.float32, device=query.device) for _ in range(3)
     )
+    has_rest = for_backward and query.dtype == torch.bfloat16
+    rest = torch.empty(query.shape if has_rest else 0, dtype=torch.int8, device=query.device)
+    outputs = (direction, magnitude, norm, l1, log_n_eff, rest)
     if direction.numel() == 0:
-        return direction, magnitude, norm, l1, log_n_eff
+        return outputs
 
     def shared_memory(tile):
         queries, keys, _, stages = tile
         return (queries + 2 * stages * keys) * problem.BD * query.element_size()
 
     BM, BN, warps, stages = choose_tile(FORWARD_TILES, query, problem.BD, shared_memory)
+    (keys, values), tma = streamed([key, value], BN, problem.BD)
     with torch.cuda.device_of(query):
         polar_attention_fwd_kernel[(triton.cdiv(T, BM) * B * H,)](
-            query, key, value, null_value.contiguous(), length_gain.contiguous(),
+            query, keys, values, null_value.contiguous(), length_gain.contiguous(),
             null_base.contiguous(), null_slope.contiguous(), magnitude_gain.contiguous(),
             problem.cu_seqlens, problem.query_start,
-            direction, magnitude, norm, l1, log_n_eff,
-            *problem.sizes(), *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
+            direction, rest, magnitude, norm, l1, log_n_eff,
+            *problem.sizes(), problem.D**-0.5,
+            *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
             **problem.constants(query, key, value),
-            BM=BM, BN=BN, num_warps=warps, num_stages=stages,
+            REST=has_rest, TMA=tma, BM=BM, BN=BN, num_warps=warps, num_stages=stages,
         )  # fmt: skip
-    return direction, magnitude, norm, l1, log_n_eff
+    return outputs
+
+
+def _fake_polar_fwd(query, key, value, *rest):
+    """Empty tensors like those of `polar_fwd`."""
+    B, T, H, _ = query.shape
+    has_rest = rest[-1] and query.dtype == torch.bfloat16
+    return (
+        query.new_empty(query.shape),
+        query.new_empty(B, T, H),
+        *(query.new_empty(B, H, T, dtype=torch.float32) for _ in range(3)),
+        query.new_empty(query.shape if has_rest else 0, dtype=torch.int8),
+    )
+
+
+polar_fwd_op = define_operator(
+    __name__,
+    "polar_attention_fwd(Tensor query, Tensor key, Tensor value, Tensor null_value, "
+    "Tensor length_gain, Tensor null_base, Tensor null_slope, Tensor magnitude_gain, "
+    "Tensor? cu_seqlens, Tensor? query_start, int? window, bool for_backward) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    polar_fwd,
+    _fake_polar_fwd,
+)

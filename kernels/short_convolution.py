@@ -14,6 +14,11 @@ import torch.nn.functional as F
 from .backend import choose_backend, compute_dtype
 from .documents import positions_in_document
 
+try:
+    from .short_convolution_triton import CausalConv1dFunction, supports_convolution
+except ImportError:  # no Triton here: the torch path serves every device
+    CausalConv1dFunction = None
+
 __all__ = [
     "causal_conv1d",
     "causal_conv1d_reference",
@@ -51,7 +56,8 @@ def causal_conv1d(
             or with an initial state, or if the backend cannot run.
     """
     _check_inputs(x, weight, initial_state, cu_seqlens)
-    choose_backend(backend, x, "causal_conv1d")
+    if choose_backend(backend, x, "causal_conv1d", _has_triton(x, weight)) == "triton":
+        return CausalConv1dFunction.apply(x, weight, initial_state, cu_seqlens, residual, False)[0]
     return _convolve(x, weight, initial_state, cu_seqlens, residual).to(x.dtype)
 
 
@@ -106,9 +112,11 @@ def gated_causal_conv1d(
         ValueError: as `causal_conv1d`.
     """
     b, c, h = projected.chunk(3, dim=-1)
+    _check_inputs(b, weight, initial_state, cu_seqlens)
+    has_triton = _has_triton(projected, weight)
+    if choose_backend(backend, projected, "gated_causal_conv1d", has_triton) == "triton":
+        return CausalConv1dFunction.apply(projected, weight, initial_state, cu_seqlens, False, True)
     conv_input = b * h
-    _check_inputs(conv_input, weight, initial_state, cu_seqlens)
-    choose_backend(backend, projected, "gated_causal_conv1d")
     y = c * _convolve(conv_input, weight, initial_state, cu_seqlens, residual=False)
     return y.to(projected.dtype), conv_input
 
@@ -162,6 +170,10 @@ def shift_window_reference(
         row = torch.cat([old, new[:length]])
         rows.append(row[row.shape[0] - old.shape[0] :])
     return torch.stack(rows)
+
+
+def _has_triton(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    return CausalConv1dFunction is not None and supports_convolution(x, weight)
 
 
 def _check_inputs(x, weight, initial_state, cu_seqlens) -> None:

@@ -336,7 +336,11 @@ def test_torch_paths_of_the_steps_agree():
 
 
 def operators():
-    from atma.kernels.decode_convolution_triton import canon_step_op, gated_causal_conv1d_step_op
+    from atma.kernels.decode_convolution_triton import (
+        canon_step_op,
+        causal_conv1d_step_op,
+        gated_causal_conv1d_step_op,
+    )
     from atma.kernels.gated_delta_step_triton import gated_delta_step_op
     from atma.kernels.pages_triton import write_key_value_pages_op
 
@@ -355,7 +359,12 @@ def operators():
         "pages": (write_key_value_pages_op, (*pools, *vectors[1:], start, None)),
         "canon": (
             canon_step_op,
-            ([random(1, 1, 8), random(1, 1, 8)], [random(8, 3)] * 2, window, None, True),
+            (random(1, 1, 16).split((8, 4, 4), -1), [random(C, 3) for C in (8, 4, 4)], window)
+            + (None, True),
+        ),
+        "convolution": (
+            causal_conv1d_step_op,
+            (random(1, 1, 16), random(16, 3), window, None, True),
         ),
         "gated convolution": (
             gated_causal_conv1d_step_op,
@@ -364,14 +373,13 @@ def operators():
     }
 
 
-@pytest.mark.parametrize("name", ["attention", "memory", "pages", "canon", "gated convolution"])
+@pytest.mark.parametrize(
+    "name", ["attention", "memory", "pages", "canon", "convolution", "gated convolution"]
+)
 def test_operators_are_what_they_declare(name, monkeypatch):
     monkeypatch.undo()
     operator, arguments = operators()[name]
-    utilities = ["test_schema", "test_autograd_registration", "test_faketensor"]
-    if not INTERPRETED:
-        utilities.append("test_aot_dispatch_dynamic")
-    torch.library.opcheck(operator, arguments, test_utils=utilities)
+    torch.library.opcheck(operator, arguments)
 
 
 def test_what_triton_cannot_serve_is_refused():
@@ -389,24 +397,27 @@ def test_what_triton_cannot_serve_is_refused():
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
-def decode_setup(batch=2, steps=6):
-    pools = make_pools(batch, 64, 8, 2, 64, torch.bfloat16, 1)
-    state, window = random(batch, 4, 64, 64), random(batch, 3, 512, dtype=torch.bfloat16)
-    weights = [random(C, 4, seed=C) for C in (256, 128, 128)]
-    tokens = random(steps, batch, 1, 512, dtype=torch.bfloat16, seed=4)
-    inputs = learned(4, 64)
+def decode_setup(slabs=1, steps=3):
+    """A step of a layer of two rows, its tokens, and where they start."""
+    D, dtype = (64, torch.bfloat16) if DEVICE == "cuda" else (16, torch.float32)
+    channels = (2 * D, D, D)
+    pools = make_pools(2, 16, 4, 1, D, dtype, slabs)
+    state, window = random(2, 2, D, D), random(2, 3, 4 * D, dtype=dtype)
+    weights = [random(C, 4, seed=C) for C in channels]
+    tokens = random(steps, 2, 1, 4 * D, dtype=dtype, seed=4)
+    inputs = learned(2, D)
 
     def step(x, start):
-        q, k, v = canon_step(*x.split((256, 128, 128), -1), *weights, window)
-        q, k, v = q.unflatten(-1, (4, 64)), k.unflatten(-1, (2, 64)), v.unflatten(-1, (2, 64))
-        write_key_value_pages(*pools, k, v, start)
-        logits = x[..., :4]
-        read = gated_delta_step(q, k, v, logits, logits, state, readout_gate=q)
-        output = paged_polar_attention(q, *pools, start, *inputs)
+        mixed = canon_step(*x.split(channels, -1), *weights, window, backend="triton")
+        q, k, v = [y.unflatten(-1, (-1, D)) for y in mixed]
+        write_key_value_pages(*pools, k, v, start, backend="triton")
+        logits = x[..., :2]
+        read = gated_delta_step(q, k, v, logits, logits, state, readout_gate=q, backend="triton")
+        output = paged_polar_attention(q, *pools, start, *inputs, backend="triton")
         start += 1
         return output.direction + read, output.magnitude
 
-    return step, tokens, torch.tensor([100, 37], device=DEVICE)[:batch]
+    return step, tokens, integers([46, 37])
 
 
 @needs_gpu
@@ -416,6 +427,7 @@ def test_decoding_replays_as_a_graph():
     step, tokens, start = decode_setup()
     static = tokens[0].clone()
     stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
     with torch.cuda.stream(stream):
         decode_setup()[0](static, start.clone())
     torch.cuda.synchronize()
@@ -428,13 +440,15 @@ def test_decoding_replays_as_a_graph():
         assert torch.equal(outputs[0], direction) and torch.equal(outputs[1], magnitude)
 
 
-@needs_gpu
-def test_decoding_compiles_as_one_graph(monkeypatch):
+@pytest.mark.parametrize("slabs", [1, 3])
+def test_decoding_compiles_as_one_graph(slabs, monkeypatch):
     monkeypatch.undo()
-    step, tokens, start = decode_setup()
+    torch._dynamo.reset()
+    step, tokens, start = decode_setup(slabs)
     expected = [step(x, start) for x in tokens]
-    step, tokens, start = decode_setup()
-    compiled = torch.compile(step, fullgraph=True)
+    step, tokens, start = decode_setup(slabs)
+    backend = "inductor" if DEVICE == "cuda" else "aot_eager"
+    compiled = torch.compile(step, fullgraph=True, backend=backend)
     for x, (direction, magnitude) in zip(tokens, expected, strict=True):
         actual = compiled(x, start)
         assert_near(actual[0], direction)
