@@ -41,11 +41,11 @@ clean:  ## Remove the environments, caches and runs
 	rm -rf .venv .venv-oldest .pytest_cache .ruff_cache build dist runs *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.venv/.installed: VERSION := $(NEWEST)
-.venv-oldest/.installed: VERSION := $(OLDEST)
+.venv/.installed: WANTED := -e '.[train,peft,test,ecosystem]' '$(NEWEST)'
+.venv-oldest/.installed: WANTED := -e '.[train,peft,test]' '$(OLDEST)'
 
 .venv/.installed .venv-oldest/.installed: setup.py pyproject.toml Makefile
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet '$(TORCH)'
-	$(@D)/bin/python -m pip install --quiet -e '.[train,peft,test]' '$(VERSION)'
+	$(@D)/bin/python -m pip install --quiet $(WANTED)
 	touch $@

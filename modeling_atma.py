@@ -5,6 +5,7 @@ ATMA, a hybrid language model (arXiv 2606.25156): gated short convolutions, and 
 that report a direction, a magnitude and a recurrent memory.
 """
 
+import copy
 import math
 
 import torch
@@ -15,6 +16,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.quantizers import AutoQuantizationConfig
 from transformers.utils import can_return_tuple, logging
 
 from .cache_atma import AtmaCache, AtmaConvLayer, AtmaHybridLayer
@@ -531,6 +533,25 @@ class AtmaDecoderLayer(GradientCheckpointingLayer):
         return hidden_states, weights, mass, diagnostics
 
 
+# Never quantised, as patterns of names: the head, and the few numbers per token that steer the
+# memory and the count. (Norms, taps and scalars are no projections and stay as they are anyhow.)
+UNQUANTISED = ("lm_head", r".*\.retention_proj", r".*\.write_proj", r".*\.count_proj")
+
+
+def spare_from_quantisation(quantization_config):
+    """
+    A copy of the configuration (or of the dictionary of one) that skips `UNQUANTISED` too: a list
+    of its own would replace the protection that Transformers gives by default.
+    """
+    if isinstance(quantization_config, dict):
+        quantization_config = AutoQuantizationConfig.from_dict(quantization_config)
+    spared = copy.copy(quantization_config)
+    for name in ("modules_to_not_convert", "llm_int8_skip_modules"):
+        if hasattr(spared, name):
+            setattr(spared, name, [*(getattr(spared, name) or ()), *UNQUANTISED])
+    return spared
+
+
 class AtmaPreTrainedModel(PreTrainedModel):
     config_class = AtmaConfig
     config: AtmaConfig
@@ -541,6 +562,13 @@ class AtmaPreTrainedModel(PreTrainedModel):
     _supports_sdpa = True
     _can_compile_fullgraph = True
     _is_stateful = False
+
+    @classmethod
+    def from_pretrained(cls, *args, quantization_config=None, **kwargs):
+        """As in Transformers. A `quantization_config` is completed by `UNQUANTISED`."""
+        if quantization_config is not None:
+            kwargs["quantization_config"] = spare_from_quantisation(quantization_config)
+        return super().from_pretrained(*args, **kwargs)
 
     @classmethod
     def _can_set_attn_implementation(cls) -> bool:

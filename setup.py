@@ -37,5 +37,14 @@ setup(
             "ruff",
             "triton==3.6.0; platform_system == 'Linux'",
         ],
+        # Other people's code that judges the model, in the versions that were tried.
+        "ecosystem": [
+            "lm_eval==0.4.13",
+            "parameterized",
+            "peft==0.21.2",
+            "setuptools",
+            "torchao==0.18.0",
+            "trl==1.16.0",
+        ],
     },
 )

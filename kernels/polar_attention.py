@@ -524,7 +524,8 @@ def _kernel_dtype(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -
     attention, else the widest of the three."""
     dtype = torch.promote_types(torch.promote_types(query.dtype, key.dtype), value.dtype)
     device_type = query.device.type
-    if dtype != torch.float64 and torch.is_autocast_enabled(device_type):
+    has_autocast = torch.amp.is_autocast_available(device_type)
+    if dtype != torch.float64 and has_autocast and torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)
     return dtype
 

@@ -4,9 +4,10 @@
 
 The first works row by row. It finds what the gradients of the outputs mean for a row: the gradient
 `content` of the mean of the values, and two numbers for the magnitude's share, so that
-da_j = p_j (content.v_j + linear - quadratic p_j); the kernels work with rate da, and it sums over its rows what the null's value
-and the scalars receive. The second walks over the keys of a tile of queries and gives dq, the third
-over the queries of a tile of keys, all heads of the group in turn, and gives dk and dv.
+da_j = p_j (content.v_j + linear - quadratic p_j), and leaves them, times the rate, for the others.
+It also sums over its rows what the null's value and the scalars receive. The second walks over the
+keys of a tile of queries and gives dq, the third over the queries of a tile of keys, all heads of
+the group in turn, and gives dk and dv.
 """
 
 import torch

@@ -1,11 +1,12 @@
 # Copyright 2026 The ATMA team.
 # Licensed under the Apache License, Version 2.0; see the file LICENSE.
-"""One tiny model for all tests, with its states amplified: on a default initialisation, wiping every cached state moves
-the logits by less than any sensible tolerance, and broken caches pass."""
+"""
+One tiny model for all tests, with its states amplified: on a default initialisation, wiping every
+cached state moves the logits by less than any sensible tolerance, and broken caches pass.
+"""
 
 import pytest
 import torch
-
 from atma import AtmaConfig, AtmaForCausalLM
 
 VOCAB = 101
@@ -33,7 +34,10 @@ def tiny_config(**overrides) -> AtmaConfig:
 
 @torch.no_grad()
 def amplify(model: AtmaForCausalLM, seed: int = 0) -> AtmaForCausalLM:
-    """Redraws all parameters so that every state matters: large matrices, large taps, non-zero biases, slow decay."""
+    """
+    Redraws all parameters so that every state matters: large matrices, large taps, non-zero biases,
+    slow decay.
+    """
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         scale = 0.15

@@ -1,15 +1,17 @@
 # Copyright 2026 The ATMA team.
 # Licensed under the Apache License, Version 2.0; see the file LICENSE.
-"""The cache: continuing, going back, forking, reordering, saving. All of it exact, recurrent states included."""
+"""
+The cache: continuing, going back, forking, reordering, saving. All of it exact, recurrent states
+included.
+"""
 
 import copy
 import pickle
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-
 from atma import AtmaCache
+from safetensors.torch import load_file, save_file
 
 KINDS = [
     {},
@@ -109,7 +111,10 @@ def test_continuing_under_autograd_is_right_and_can_run_backward(make_model, tok
 
 
 def test_wiping_any_one_state_would_be_noticed(model, tokens):
-    """The fixture itself: each state of each layer moves the next logits by far more than the tolerances."""
+    """
+    The fixture itself: each state of each layer moves the next logits by far more than the
+    tolerances.
+    """
     ids = tokens(1, 30)
     with torch.no_grad():
         base = model(ids[:, :29]).cache

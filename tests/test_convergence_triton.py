@@ -1,12 +1,13 @@
 # Copyright 2026 The ATMA team.
 # Licensed under the Apache License, Version 2.0; see the file LICENSE.
-"""A tiny model trained for 20 steps with the Triton kernels and without: the same losses and weights."""
+"""
+A tiny model trained for 20 steps with the Triton kernels and without: the same losses and weights.
+"""
 
 import os
 
 import pytest
 import torch
-
 from atma import AtmaConfig, AtmaForCausalLM
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,11 +1,13 @@
 # Copyright 2026 The ATMA team.
 # Licensed under the Apache License, Version 2.0; see the file LICENSE.
-"""Faults that models of this kind have had, put in on purpose: the promises must notice every one of them. (The common
-test suites of Transformers miss most: see how little a default initialisation moves.)"""
+"""
+Faults that models of this kind have had, put in on purpose: the promises must notice every one of
+them. (The common test suites of Transformers miss most: see how little a default initialisation
+moves.)
+"""
 
 import pytest
 import torch
-
 from atma import AtmaCache, layout_atma, modeling_atma
 from atma.rollback_atma import RollbackState
 

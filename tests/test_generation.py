@@ -6,11 +6,10 @@ import inspect
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, TextStreamer
-from transformers.generation import CompileConfig
-
 from atma import AtmaCache
 from atma.outputs_atma import CACHE_NAME
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, TextStreamer
+from transformers.generation import CompileConfig
 
 GREEDY = {"do_sample": False, "eos_token_id": None}
 CORES = [{}, {"attention_type": "nope"}, {"attention_type": "rope"}, {"attention_window": 6}]
@@ -304,8 +303,10 @@ def test_attention_implementations_that_cannot_be_honoured_are_refused(make_mode
 
 @pytest.mark.smoke
 def test_a_static_cache_decodes_in_one_compiled_graph(make_model, tokens):
-    """Transformers' own compilation, fullgraph: equal tokens, second call and third batch size included, and nothing
-    compiles after the second step."""
+    """
+    Transformers' own compilation, fullgraph: equal tokens, second call and third batch size
+    included, and nothing compiles after the second step.
+    """
     model = make_model()
     graphs = []
 

@@ -4,10 +4,9 @@
 
 import pytest
 import torch
+from atma import AtmaConfig, AtmaForCausalLM, AtmaModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM
-
-from atma import AtmaConfig, AtmaForCausalLM, AtmaModel
 
 
 def patterned(model):
@@ -131,8 +130,10 @@ def test_tied_and_untied_heads_survive_saving_and_resizing(make_model, tokens, t
 
 @pytest.mark.smoke
 def test_low_precision_loading_rounds_once_and_runs(make_model, tokens, tmp_path):
-    """All parameters share one dtype, by choice: scalars are cast up where they are used. A file in fp32 stays in fp32
-    unless another dtype is asked for."""
+    """
+    All parameters share one dtype, by choice: scalars are cast up where they are used. A file in
+    fp32 stays in fp32 unless another dtype is asked for.
+    """
     model = make_model()
     model.save_pretrained(tmp_path)
     low = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)

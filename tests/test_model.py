@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-
 from atma import AtmaForCausalLM
 from atma.modeling_atma import soft_cap
 

@@ -1,6 +1,9 @@
 # Copyright 2026 The ATMA team.
 # Licensed under the Apache License, Version 2.0; see the file LICENSE.
-"""Packed documents do not see each other: forward, backward, with and without a cache, however they are described."""
+"""
+Packed documents do not see each other: forward, backward, with and without a cache, however they
+are described.
+"""
 
 import pytest
 import torch

@@ -4,7 +4,6 @@
 
 import pytest
 import torch
-
 from atma import AtmaCache
 
 CORES = [

@@ -65,9 +65,9 @@ def make_inputs(batch, queries, keys, heads, groups, dim, dtype=torch.float32, s
     ]
 
 
-def relative(x, reference):
+def relative(x, reference, floor=1e-30):
     x, reference = x.double(), reference.double()
-    return ((x - reference).norm() / reference.norm().clamp(min=1e-30)).item()
+    return ((x - reference).norm() / reference.norm().clamp(min=floor)).item()
 
 
 def outputs_and_gradients(function, inputs, dtype=None, **options):
@@ -84,14 +84,14 @@ def outputs_and_gradients(function, inputs, dtype=None, **options):
     return named | dict(zip(NAMES, torch.autograd.grad(loss, inputs), strict=True))
 
 
-def limit(name, dtype):
+def limits(name, dtype):
+    """The largest relative error, and the smallest norm that it counts from."""
     if name not in NAMES:
-        return 1e-5 if dtype == torch.float32 else 5e-3
-    # Per-head sums over all tokens: terms of both signs nearly cancel.
-    is_sum = name in ("length_gain", "null_base", "null_slope")
-    if dtype == torch.float32:
-        return 5e-5 if is_sum else 1e-5
-    return 5e-2 if is_sum else 8e-3
+        return (1e-5 if dtype == torch.float32 else 5e-3), 1e-30
+    if name in ("length_gain", "null_base", "null_slope"):
+        # Per-head sums over all tokens, whose terms have both signs and nearly cancel.
+        return (1e-5 if dtype == torch.float32 else 2e-2), 1.0
+    return (1e-5 if dtype == torch.float32 else 8e-3), 1e-30
 
 
 def exact(inputs):
@@ -104,7 +104,8 @@ def assert_same(inputs, **options):
     expected = outputs_and_gradients(polar_attention_reference, exact(inputs), dtype, **options)
     for name, reference in expected.items():
         assert actual[name].shape == reference.shape
-        assert relative(actual[name], reference) < limit(name, dtype), name
+        limit, floor = limits(name, dtype)
+        assert relative(actual[name], reference, floor) < limit, name
     for x, name in zip(inputs, NAMES, strict=True):
         assert actual[name].dtype == x.dtype
 
@@ -221,7 +222,7 @@ def test_fp16_gradients_neither_overflow_nor_vanish(scale):
     gradients = torch.autograd.grad(output, inputs[3:7], weight)
     references = torch.autograd.grad(expected, reference[3:7], weight.double())
     for x, y, name in zip(gradients, references, NAMES[3:7], strict=True):
-        assert relative(x, y) < limit(name, torch.float16), name
+        assert relative(x, y) < 2e-2, name
 
 
 def test_strides_change_nothing():

@@ -7,10 +7,9 @@ import inspect
 import pytest
 import torch
 import torch.nn.functional as F
+from atma import AtmaConfig, AtmaForCausalLM
 from datasets import Dataset
 from transformers import Trainer, TrainingArguments
-
-from atma import AtmaConfig, AtmaForCausalLM
 
 CORES = ["polar", "nope", "rope"]
 
