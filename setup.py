@@ -28,7 +28,7 @@ setup(
             "accelerate>=1.1",
             "datasets",
             "matplotlib",
-            # Triton's interpreter, which runs the kernels on the CPU, needs scalars of size-1 arrays.
+            # Triton's interpreter, which runs the kernels on the CPU, fails with NumPy 2.4.
             "numpy<2.4",
             "peft",
             "pytest",

@@ -498,13 +498,12 @@ def test_every_layer_sees_the_length_before_the_call(make_model, tokens, monkeyp
         cache = small_pages(model)
         feed(model, cache, tokens(1, 7))
         seen = []
+
+        def look(module, args, kwargs, seen=seen):
+            seen.append((int(kwargs["layout"].start[0]), kwargs["cache"].get_seq_length()))
+
         for layer in model.model.layers:
-            layer.register_forward_pre_hook(
-                lambda module, args, kwargs: seen.append(
-                    (int(kwargs["layout"].start[0]), kwargs["cache"].get_seq_length())
-                ),
-                with_kwargs=True,
-            )
+            layer.register_forward_pre_hook(look, with_kwargs=True)
         feed(model, cache, tokens(1, 3))
         assert seen == [(7, 7)] * 3
         assert cache.get_mask_sizes(4, 0) == (14, 0)
@@ -540,7 +539,7 @@ def test_foreign_caches_are_refused_in_one_sentence(model, tokens):
 
 
 def test_a_prefix_of_keys_and_values_is_taken_over_with_its_gradient(model, tokens, close):
-    """As PEFT's prefix tuning passes it: keys and values for every layer, in a plain DynamicCache."""
+    """As PEFT's prefix tuning passes it: keys and values of every layer in a DynamicCache."""
     from transformers import DynamicCache
 
     config, ids = model.config, tokens(2, 6)

@@ -125,7 +125,7 @@ def test_a_right_padded_prefill_leaves_a_good_cache(model, tokens, close):
 
 @pytest.mark.parametrize("overrides", CORES, ids=CORE_IDS)
 def test_padding_in_the_middle_of_a_sequence_leaves_no_trace(make_model, tokens, close, overrides):
-    """A second turn that is padded on its left, then single tokens of which some rows are padding."""
+    """A second turn that is padded on its left, then steps in which some rows are padding."""
     model = make_model(**overrides)
     first = [tokens(9), tokens(14, seed=2)]
     second = [tokens(6, seed=3), tokens(2, seed=4)]
