@@ -524,8 +524,9 @@ def _kernel_dtype(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -
     attention, else the widest of the three."""
     dtype = torch.promote_types(torch.promote_types(query.dtype, key.dtype), value.dtype)
     device_type = query.device.type
-    has_autocast = torch.amp.is_autocast_available(device_type)
-    if dtype != torch.float64 and has_autocast and torch.is_autocast_enabled(device_type):
+    if device_type == "meta" or dtype == torch.float64:  # which autocast does not know, or leaves
+        return dtype
+    if torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)
     return dtype
 

@@ -4,10 +4,10 @@
 
 The first works row by row. It finds what the gradients of the outputs mean for a row: the gradient
 `content` of the mean of the values, and two numbers for the magnitude's share, so that
-da_j = p_j (content.v_j + linear - quadratic p_j), and leaves them, times the rate, for the others.
-It also sums over its rows what the null's value and the scalars receive. The second walks over the
-keys of a tile of queries and gives dq, the third over the queries of a tile of keys, all heads of
-the group in turn, and gives dk and dv.
+da_j = p_j (content.v_j + linear - quadratic p_j), and leaves them for the others. It also sums over
+its rows what the null's value and the scalars receive. The second walks over the keys of a tile of
+queries and gives dq, the third over the queries of a tile of keys, all heads of the group in turn,
+and gives dk and dv.
 """
 
 import torch
@@ -152,11 +152,10 @@ def polar_attention_bwd_row_kernel(
         terms = (b64 * H + i_h) * row_length + o_t
         plane = B.to(tl.int64) * H * row_length
         m_t = o_t < row_length
-        b_rate = temp * (scale * LOG2E)
-        tl.store(p_row_terms + terms, b_rate, m_t)
+        tl.store(p_row_terms + terms, temp * (scale * LOG2E), m_t)
         tl.store(p_row_terms + plane + terms, b_l1, m_t)
-        tl.store(p_row_terms + 2 * plane + terms, b_rate * linear, m_t)
-        tl.store(p_row_terms + 3 * plane + terms, b_rate * quadratic, m_t)
+        tl.store(p_row_terms + 2 * plane + terms, linear, m_t)
+        tl.store(p_row_terms + 3 * plane + terms, quadratic, m_t)
 
     tl.store(p_null_sums + tl.program_id(0).to(tl.int64) * D + o_d, g_null_value, m_d)
     num_programs = tl.num_programs(0)
@@ -233,22 +232,22 @@ def polar_attention_bwd_query_kernel(
             o_n = j + tl.arange(0, BN)
             m_s = (b_first[:, None] <= o_n[None, :]) & (o_n[None, :] <= b_last[:, None])
             b_p = tl.where(m_s, b_p, 0.0)
-        b_da = b_p * (b_dp * b_rate[:, None] - (b_quadratic[:, None] * b_p - b_linear[:, None]))
+        # A difference: a sum would become the product's start value, and the product wait for p.
+        b_da = b_p * (b_dp - (b_quadratic[:, None] * b_p - b_linear[:, None]))
         b_moment += partial_sums(b_da * b_x)
         b_acc = tl.dot(b_da.to(b_k.dtype), b_k, b_acc, input_precision="ieee")
 
-    # The keys' part of dtemp ln n, where the sum holds rate da log2 p.
+    # The keys' part of dtemp ln n, in logarithms to base 2; the rate is temp log2(e) / sqrt(D).
     log_count, _ = length_terms(b_count)
-    b_moment = tl.sum(b_moment, 1) * (scale / (b_rate * b_rate)) * log_count
+    g_temp = tl.sum(tl.where(m_t, tl.sum(b_moment, 1) / b_rate * log_count, 0.0), 0)
     length_gain = tl.load(p_gain + i_h).to(tl.float32)
-    g_length_gain = tl.sum(tl.where(m_t, b_moment, 0.0), 0) * tl.sigmoid(length_gain)
-    tl.store(p_moments + tl.program_id(0), g_length_gain)
+    tl.store(p_moments + tl.program_id(0), g_temp * scale * tl.sigmoid(length_gain))
     o_d = tl.arange(0, BD)
     o_td = ((i_b.to(tl.int64) * T + o_t) * H + i_h)[:, None] * D + o_d[None, :]
     unit = 1.0
     if SCALED:
         unit = tl.load(p_unit)
-    b_acc *= unit * LN2
+    b_acc *= (b_rate * (unit * LN2))[:, None]
     tl.store(p_dq + o_td, b_acc, m_t[:, None] & (o_d < D)[None, :])
 
 
@@ -316,7 +315,7 @@ def polar_attention_bwd_key_kernel(
         b_dp = tl.dot(b_v, tl.trans(b_content), input_precision="ieee")
         # Read here and not earlier, for the sake of registers.
         b_linear, b_quadratic = _row_terms(p_row_terms, 2, i_b, i_h, i_t, B, row_length, H, BM, TMA)
-        b_da = b_p * (b_dp * b_rate[None, :] - (b_quadratic[None, :] * b_p - b_linear[None, :]))
+        b_da = b_p * b_rate[None, :] * (b_dp - (b_quadratic[None, :] * b_p - b_linear[None, :]))
         b_dk = tl.dot(b_da.to(b_q.dtype), b_q, b_dk, input_precision="ieee")
 
     unit = 1.0
