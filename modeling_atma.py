@@ -5,7 +5,6 @@ ATMA, a hybrid language model (arXiv 2606.25156): gated short convolutions, and 
 that report a direction, a magnitude and a recurrent memory.
 """
 
-import copy
 import math
 
 import torch
@@ -16,7 +15,6 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.quantizers import AutoQuantizationConfig
 from transformers.utils import can_return_tuple, logging
 
 from .cache_atma import AtmaCache, AtmaConvLayer, AtmaHybridLayer
@@ -37,6 +35,7 @@ from .kernels.short_convolution import causal_conv1d, gated_causal_conv1d
 from .kernels.softmax_attention import apply_rotary, softmax_attention
 from .layout_atma import TokenLayout, build_layout
 from .outputs_atma import CACHE_NAME, AtmaCausalLMOutput, AtmaDiagnostics, AtmaModelOutput
+from .quantization_atma import spare_from_quantisation
 from .rollback_atma import RollbackState
 
 logger = logging.get_logger(__name__)
@@ -531,25 +530,6 @@ class AtmaDecoderLayer(GradientCheckpointingLayer):
         hidden_states = hidden_states + mixed
         hidden_states = hidden_states + self.mlp(self.post_norm(hidden_states))
         return hidden_states, weights, mass, diagnostics
-
-
-# Never quantised, as patterns of names: the head, and the few numbers per token that steer the
-# memory and the count. (Norms, taps and scalars are no projections and stay as they are anyhow.)
-UNQUANTISED = ("lm_head", r".*\.retention_proj", r".*\.write_proj", r".*\.count_proj")
-
-
-def spare_from_quantisation(quantization_config):
-    """
-    A copy of the configuration (or of the dictionary of one) that skips `UNQUANTISED` too: a list
-    of its own would replace the protection that Transformers gives by default.
-    """
-    if isinstance(quantization_config, dict):
-        quantization_config = AutoQuantizationConfig.from_dict(quantization_config)
-    spared = copy.copy(quantization_config)
-    for name in ("modules_to_not_convert", "llm_int8_skip_modules"):
-        if hasattr(spared, name):
-            setattr(spared, name, [*(getattr(spared, name) or ()), *UNQUANTISED])
-    return spared
 
 
 class AtmaPreTrainedModel(PreTrainedModel):

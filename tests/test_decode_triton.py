@@ -30,19 +30,6 @@ DTYPES = [torch.float32, torch.bfloat16]
 NORM_EPS = 2.0**-23
 
 
-if INTERPRETED:
-    # NumPy 2.4 makes no integer of an array of one element any more; Triton 3.6's interpreter asks.
-    from triton.runtime import interpreter
-
-    _original_patch = interpreter._patch_lang_tensor
-
-    def _patch(tensor, scope):
-        _original_patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    interpreter._patch_lang_tensor = _patch
-
-
 @pytest.fixture(autouse=True)
 def poisoned_buffers(monkeypatch):
     """What a kernel does not write stays NaN."""

@@ -16,17 +16,6 @@ DEVICE = "cuda" if IS_CUDA else "cpu"
 if not (IS_CUDA or INTERPRETED):
     pytest.skip("Triton needs a GPU, or TRITON_INTERPRET=1.", allow_module_level=True)
 
-if INTERPRETED:
-    # NumPy 2.4 makes no integer of an array of one element any more; Triton 3.6's interpreter asks.
-    from triton.runtime import interpreter
-
-    _original_patch = interpreter._patch_lang_tensor
-
-    def _patch(tensor, scope):
-        _original_patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    interpreter._patch_lang_tensor = _patch
 
 # The interpreter takes bf16 for integers in its products.
 HALF = torch.bfloat16 if IS_CUDA else torch.float16
