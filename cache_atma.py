@@ -23,6 +23,9 @@ from .kernels.short_convolution import shift_window
 from .paging_atma import PagedRows, PagePool, mark_static
 from .rollback_atma import Recording, RollbackState
 
+# As many of the tokens of one call can be dropped by `crop`, whatever `record_limit` says.
+MAX_DRAFTS = 1024
+
 
 class AtmaConvLayer:
     """
@@ -241,7 +244,28 @@ class AtmaCache(Cache):
         Makes room for `num_tokens` more columns. Raises `ValueError` for another batch size or a
         full cache.
         """
+        self._leave_inference_mode()
         self.rows.prepare(batch_size, num_tokens, device)
+
+    def _leave_inference_mode(self) -> None:
+        """Copies what was filled under `torch.inference_mode()`, which nothing else may update."""
+        if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
+            return
+
+        def normal(x):
+            return x.clone() if isinstance(x, torch.Tensor) and x.is_inference() else x
+
+        rows = self.rows
+        rows.lengths, rows.padded_length = normal(rows.lengths), normal(rows.padded_length)
+        for pools in rows.pool.slabs.values():
+            for slabs in pools:
+                slabs[:] = [normal(x) for x in slabs]
+        for state in self.states():
+            state.current, state.base = normal(state.current), normal(state.base)
+
+    def fits(self, config) -> bool:
+        """Whether this cache was made for a model of the same layers and heads."""
+        return _shape_of(config) == _shape_of(self.config)
 
     def advance(
         self, num_tokens: int, mask: torch.Tensor | None, lengths: torch.Tensor | None
@@ -259,12 +283,15 @@ class AtmaCache(Cache):
             return
         added = torch.full_like(self.rows.lengths, num_tokens) if lengths is None else lengths
         recording.extend(num_tokens, mask, added.to(self.rows.lengths))
-        if recording.width > 2 * recording.limit:
-            dropped = (recording.counts - recording.limit).clamp(min=0)
+        # The drafts of one call can all be dropped, however many (within reason: a prompt is fed in
+        # one call too).
+        kept = max(recording.limit, min(num_tokens, MAX_DRAFTS))
+        if recording.width > 2 * kept:
+            dropped = (recording.counts - kept).clamp(min=0)
             for state in self.states():
-                state.fold(dropped, recording.limit)
+                state.fold(dropped, kept)
             recording.counts = recording.counts - dropped
-            recording.width = recording.limit
+            recording.width = kept
             self._forget_old_columns()
 
     def _forget_old_columns(self) -> None:
@@ -363,6 +390,7 @@ class AtmaCache(Cache):
         """Keeps the rows `indices` (a mask or ids), in that order; rows may repeat."""
         if self.rows.lengths is None:
             return
+        self._leave_inference_mode()
         if indices.dtype == torch.bool:
             indices = indices.nonzero()[:, 0]
         indices = indices.to(device=self.rows.lengths.device, dtype=torch.int64)
@@ -438,6 +466,8 @@ class AtmaCache(Cache):
         (`activate_past_recording()`) or if the tokens to drop go back further than what was
         recorded.
         """
+        tokens_to_remove = int(tokens_to_remove)  # generate() may pass a tensor
+        self._leave_inference_mode()
         if tokens_to_remove > 0:
             num_tokens = max(int(self.rows.padded_length) - tokens_to_remove, 0)
         else:
@@ -474,15 +504,12 @@ class AtmaCache(Cache):
             recording.clear()
 
     def reset(self) -> None:
-        """Forgets all tokens and keeps the storage."""
+        """Forgets all tokens and keeps the storage, except pages that others share."""
+        self._leave_inference_mode()
         for state in self.states():
             state.zero()
         self.recording.clear()
-        rows = self.rows
-        if rows.lengths is not None:
-            rows.lengths = rows.lengths.zero_()
-            rows.padded_length = 0 if self.max_length is None else rows.padded_length.zero_()
-        rows.has_content = False
+        self.rows.reset()
 
     def fork(self) -> "AtmaCache":
         """
@@ -491,8 +518,10 @@ class AtmaCache(Cache):
         copied. (A cache of fixed capacity is copied whole.)
         """
         other = AtmaCache(self.config, self.max_length, None, self.page_size, self.recording.limit)
+        other.recording.active = self.recording.active
         if self.rows.lengths is None:
             return other
+        self._leave_inference_mode()
         if self.max_length is None:
             other._use_rows(self.rows.take(list(range(self.batch_size)), hand_over=False))
         else:
@@ -504,13 +533,19 @@ class AtmaCache(Cache):
                 keys, values = self.layers[layer_idx].past()
                 start = torch.zeros_like(self.rows.lengths).to(keys.device)
                 other.layers[layer_idx].write(keys, values, start, None)
-        other.recording.active = self.recording.active
-        other.recording.columns = list(self.recording.columns)
-        other.recording.width = self.recording.width
-        other.recording.counts = self.recording.counts
-        for mine, theirs in zip(self.states(), other.states(), strict=True):
-            theirs.copy_from(mine)
+        other._copy_recurrent(self)
+        for mine, theirs in zip(self.layers, other.layers, strict=True):
+            if isinstance(mine, AtmaHybridLayer):
+                theirs.live_prefix = mine.live_prefix
         return other
+
+    def _copy_recurrent(self, other: "AtmaCache") -> None:
+        """Takes over the recurrent states of another cache, and what it has recorded."""
+        mine, theirs = self.recording, other.recording
+        mine.active, mine.width, mine.counts = theirs.active, theirs.width, theirs.counts
+        mine.columns = list(theirs.columns)
+        for state, source in zip(self.states(), other.states(), strict=True):
+            state.copy_from(source)
 
     def _export(self) -> tuple[dict, dict[str, torch.Tensor]]:
         """Everything but what was recorded for `crop`, as plain metadata and named tensors."""
@@ -524,24 +559,37 @@ class AtmaCache(Cache):
             "max_length": self.max_length,
             "record_limit": self.recording.limit,
             "padded_length": int(rows.padded_length),
+            "recording": self.recording.active,
             "initialized": rows.lengths is not None,
         }
         tensors = {}
         if rows.lengths is None:
             return metadata, tensors
-        used = sorted({page for pages in rows.pages for page in pages})
+        # Only what the rows have stored: pages in reserve may hold what others left behind.
+        size, lengths = self.page_size, rows.lengths.tolist()
+        stored = [
+            pages[: -(-length // size)] for pages, length in zip(rows.pages, lengths, strict=True)
+        ]
+        used = sorted({page for pages in stored for page in pages})
         number = {page: i for i, page in enumerate(used)}
+        width = max(len(pages) for pages in stored)
+        table = [[number[page] for page in p] + [-1] * (width - len(p)) for p in stored]
         tensors["lengths"] = rows.lengths.clone()
-        tensors["page_table"] = torch.tensor(
-            [[number[page] for page in pages] for pages in rows.pages], dtype=torch.int32
-        )
+        tensors["page_table"] = torch.tensor(table, dtype=torch.int32).reshape(len(table), width)
+        tails = [
+            (number[p[-1]], n % size) for p, n in zip(stored, lengths, strict=True) if n % size
+        ]
         for i, layer in enumerate(self.layers):
             if i in rows.pool.slabs:
                 for name, slabs in zip(("keys", "values"), layer.slabs(), strict=True):
-                    tensors[f"layers.{i}.{name}"] = rows.pool.read(slabs, used)
+                    content = rows.pool.read(slabs, used)
+                    for page, filled in tails:
+                        content[page, filled:] = 0
+                    tensors[f"layers.{i}.{name}"] = content
             for name, state in layer.states.items():
                 if state.current is not None:
                     tensors[f"layers.{i}.{name}"] = state.current.clone()
+        metadata["tensors"] = sorted(tensors)
         return metadata, tensors
 
     @classmethod
@@ -568,22 +616,29 @@ class AtmaCache(Cache):
                 f"The saved cache has layers {metadata['layer_types']}, the configuration has "
                 f"{kinds}."
             )
-        expected = _expected_tensors(config, metadata["initialized"])
+        expected = set(metadata.get("tensors", ()))
         if set(tensors) != expected:
             missing, extra = sorted(expected - set(tensors)), sorted(set(tensors) - expected)
             raise ValueError(f"The saved cache does not fit: missing {missing}, left over {extra}.")
+        cache.recording.active = metadata["recording"]
         if not metadata["initialized"]:
             return cache
         rows = cache.rows
-        pages = tensors["page_table"].tolist()
-        fresh = rows.pool.allocate(max(max(row) for row in pages) + 1)
-        rows.pages = [[fresh[i] for i in row] for row in pages]
-        times_used = [0] * len(fresh)
-        for row in pages:
-            for i in row:
-                times_used[i] += 1
-        for page, times in zip(fresh, times_used, strict=True):
-            rows.pool.reference_counts[page] = times
+        table = tensors["page_table"].tolist()
+        fresh = rows.pool.allocate(1 + max((i for row in table for i in row), default=-1))
+        if cache.max_length is None:
+            pages_per_row = max(1, tensors["page_table"].shape[1])
+        else:
+            pages_per_row = -(-cache.max_length // cache.page_size)
+        rows.pool.release(fresh)  # each row takes its own reference
+        rows.pages = []
+        for row in table:
+            pages = [fresh[i] for i in row if i >= 0]
+            rows.pool.retain(pages)
+            rows.pages.append(pages)
+        rows.pool.free_pages = [p for p in rows.pool.free_pages if p not in set(fresh)]
+        for pages in rows.pages:
+            pages.extend(rows.pool.allocate(pages_per_row - len(pages)))
         device = tensors["lengths"].device if device is None else device
         rows.lengths = tensors["lengths"].to(device, copy=True)
         rows._publish(rows.lengths.device)
@@ -593,7 +648,7 @@ class AtmaCache(Cache):
             rows.padded_length = torch.tensor(rows.padded_length, device=rows.lengths.device)
             mark_static(rows.lengths, rows.padded_length, rows.page_table)
         for i, layer in enumerate(cache.layers):
-            if isinstance(layer, AtmaHybridLayer):
+            if f"layers.{i}.keys" in tensors:
                 stored = [tensors[f"layers.{i}.{name}"].to(device) for name in ("keys", "values")]
                 layer.rows.pool.layer_slabs(i, stored[0])
                 table = torch.tensor([fresh], dtype=torch.int64, device=stored[0].device)
@@ -625,7 +680,7 @@ class AtmaCache(Cache):
 
     def __deepcopy__(self, memo) -> "AtmaCache":
         copy = self._import(self.config, *self._export())
-        copy.recording.active = self.recording.active
+        copy._copy_recurrent(self)
         return copy
 
     def __reduce__(self):
@@ -671,20 +726,19 @@ def _advance_window(state, inputs, lengths):
     return shift_window(state, inputs[0], lengths)
 
 
-def _expected_tensors(config, initialized: bool) -> set[str]:
-    if not initialized:
-        return set()
-    names = {"lengths", "page_table"}
-    for i, kind in enumerate(config.layer_types):
-        if kind != "hybrid":
-            names.add(f"layers.{i}.conv_state")
-            continue
-        names |= {f"layers.{i}.keys", f"layers.{i}.values"}
-        if config.attention_type != "rope":
-            names.add(f"layers.{i}.conv_state")
-        if config.use_memory:
-            names.add(f"layers.{i}.memory_state")
-    return names
+def _shape_of(config) -> tuple:
+    """What two configurations must agree in for one cache to serve both."""
+    return (
+        tuple(kind == "hybrid" for kind in config.layer_types),
+        config.hidden_size,
+        config.num_attention_heads,
+        config.num_key_value_heads,
+        config.head_dim,
+        config.conv_kernel_size,
+        config.canon_kernel_size,
+        config.use_memory,
+        config.attention_type == "rope",
+    )
 
 
 __all__ = ["AtmaCache", "AtmaConvLayer", "AtmaHybridLayer"]

@@ -7,6 +7,7 @@ The configuration of ATMA: typed fields, checked once, and the presets of the pa
 
 import importlib
 import importlib.util
+import math
 import os
 
 from huggingface_hub.dataclasses import strict
@@ -127,6 +128,7 @@ class AtmaConfig(PreTrainedConfig):
             "num_hidden_layers",
             "num_attention_heads",
             "num_key_value_heads",
+            "max_position_embeddings",
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
@@ -184,8 +186,11 @@ class AtmaConfig(PreTrainedConfig):
                 "mass from; set distractor_keys=0."
             )
         for name in ("rms_norm_eps", "logit_softcap"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}.")
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be positive and finite, got {getattr(self, name)}.")
+        for name in ("memory_retention_bias", "memory_write_bias"):
+            if not math.isfinite(getattr(self, name)):
+                raise ValueError(f"{name} must be finite, got {getattr(self, name)}.")
         if self.initializer_range < 0 or self.distractor_loss_coef < 0:
             raise ValueError("initializer_range and distractor_loss_coef must not be negative.")
 

@@ -58,7 +58,7 @@ def _is_plain_step(model, cache, input_ids, attention_mask, extras) -> bool:
         and not model.training
         # The softmax cores of ablations gather as many keys as the host has counted.
         and model.config.attention_type == "polar"
-        and (attention_mask is None or attention_mask.dim() == 2)
+        and (attention_mask is None or attention_mask.shape[:1] == input_ids.shape[:1])
         and not any(value is not None and value is not False for value in extras.values())
         and not torch.is_grad_enabled()
         and not torch.is_autocast_enabled("cuda")
@@ -91,7 +91,7 @@ class DecodeGraph:
         cache.prepare(*input_ids.shape, input_ids.device)
         if self.watch is None:
             self.watch = _Watch(model)
-        weights, buffers = self.watch.addresses(input_ids.device), _buffers(cache)
+        weights, buffers = self.watch.addresses(input_ids.device), _buffers(model, cache)
         if weights is None or buffers is None:
             # Perhaps only for now: look at the model afresh at the next step.
             self.watch = self.signature = self.graph = None
@@ -159,6 +159,12 @@ class _Watch:
 
     def __init__(self, model: nn.Module):
         self.modules = [(module, tuple(module._modules.values())) for module in model.modules()]
+        # Adapters and quantised layers have switches of their own, which a graph would not notice.
+        plain = (nn.Linear, nn.Embedding, nn.ModuleList)
+        own = type(model).__module__
+        self.is_plain = all(
+            type(module) in plain or type(module).__module__ == own for module, _ in self.modules
+        )
 
     def addresses(self, device: torch.device) -> list[int] | None:
         """
@@ -166,6 +172,8 @@ class _Watch:
         modules were exchanged (adapters), hooks or offloading intervene, weights lie elsewhere or
         are tensor subclasses (quantised, distributed).
         """
+        if not self.is_plain or torch.nn.modules.module._has_any_global_hook():
+            return None
         found = []
         for module, children in self.modules:
             if (
@@ -183,14 +191,18 @@ class _Watch:
         return found
 
 
-def _buffers(cache) -> list[int] | None:
-    """The addresses and sizes of the cache's buffers, or `None` if a state is still missing."""
+def _buffers(model: nn.Module, cache) -> list | None:
+    """
+    The addresses and sizes of the cache's buffers and the numbers of the configuration that a step
+    reads, or `None` if a state is still missing.
+    """
     states = [state.current for state in cache.states()]
     if any(state is None for state in states):
         return None
     rows = cache.rows
     tensors = [rows.page_table, rows.lengths, *states]
-    return [*rows.page_table.shape, *(tensor.data_ptr() for tensor in tensors)]
+    cap = model.config.logit_softcap
+    return [cap, *rows.page_table.shape, *(tensor.data_ptr() for tensor in tensors)]
 
 
 __all__ = ["DecodeGraph", "replay_step"]

@@ -6,9 +6,12 @@ from dataclasses import dataclass, fields
 
 import torch
 import torch.nn.functional as F
+from transformers.utils import logging
 
 from .cache_atma import AtmaCache
 from .kernels.columns import gather_columns
+
+logger = logging.get_logger(__name__)
 
 
 @dataclass
@@ -102,16 +105,39 @@ def packed_documents(position_ids: torch.Tensor) -> torch.Tensor | None:
     """
     Where documents start, `[B, T]`, if `position_ids` `[B, T]` describe packed documents, else
     `None`. A row is packed if it begins at 0 and falls back to 0 later on. Repeated zeros at the
-    front alone are how left padding looks, and are no packing.
+    front alone are how left padding looks, and are no packing: one warning says so. (Reads the
+    values, which a compiled graph cannot: give it `cu_seq_lens_q` instead.)
     """
     zero = position_ids == 0
-    falls_back = (zero[:, 1:] & ~zero[:, :-1]).any(1)
-    packed = zero[:, 0] & falls_back
+    packed = zero[:, 0] & (zero[:, 1:] & ~zero[:, :-1]).any(1)
     if not packed.any():
+        if (zero[:, 0] & zero[:, 1]).any():
+            logger.warning_once(
+                "position_ids begin with several zeros, which is read as left padding without a "
+                "mask. If these are documents of one token, say so with cu_seq_lens_q "
+                "(DataCollatorWithFlattening(return_flash_attn_kwargs=True))."
+            )
         return None
     starts = zero & packed[:, None]
     starts[:, 0] = True
     return starts
+
+
+def check_boundaries(cu_seqlens: torch.Tensor, batch_size: int, num_tokens: int) -> torch.Tensor:
+    """Refuses offsets `[N + 1]` that do not rise from 0 to the number of tokens of one row."""
+    if batch_size != 1:
+        raise ValueError("Document boundaries (cu_seq_lens_q) need one row; flatten the batch.")
+    rises = (cu_seqlens[1:] >= cu_seqlens[:-1]).all()
+    good = rises & (cu_seqlens[0] == 0) & (cu_seqlens[-1] == num_tokens)
+    if good.device.type == "cpu" and not torch.compiler.is_compiling():
+        if not good:
+            raise ValueError(
+                f"cu_seq_lens_q must rise from 0 to the number of tokens ({num_tokens}), got "
+                f"{cu_seqlens.tolist()}."
+            )
+    else:  # reading it here would stall the device
+        torch._assert_async(good)
+    return cu_seqlens
 
 
 def build_layout(
@@ -150,17 +176,20 @@ def build_layout(
                 f"rows and {T} new tokens{f' after {seen}' if filled else ''}: give it as many "
                 "columns as there are new tokens, or tokens altogether."
             )
+    for name, ids in (("position_ids", position_ids), ("seq_idx", seq_idx)):
+        if ids is not None and (ids.shape[-1] != T or ids.shape[0] not in (1, B)):
+            raise ValueError(f"{name} has shape {tuple(ids.shape)}, the input is [{B}, {T}].")
     if position_ids is not None:
         position_ids = position_ids.to(device).expand(B, T)
+    if (cu_seqlens is not None or seq_idx is not None) and (attention_mask is not None or filled):
+        raise ValueError(
+            "Document boundaries (cu_seq_lens_q, seq_idx) need a call without attention_mask and "
+            "an empty cache."
+        )
 
     starts = None
     if cu_seqlens is not None:
-        if B != 1 or attention_mask is not None or filled:
-            raise ValueError(
-                "Document boundaries (cu_seq_lens_q) need one row, no attention_mask and an empty "
-                "cache."
-            )
-        layout.cu_seqlens = cu_seqlens.to(device)
+        layout.cu_seqlens = check_boundaries(cu_seqlens.to(device), B, T)
     elif attention_mask is None and not filled and T > 1:
         if seq_idx is not None:
             seq_idx = seq_idx.to(device).expand(B, T)

@@ -647,6 +647,11 @@ class AtmaModel(AtmaPreTrainedModel):
             return AtmaCache(self.config) if use_cache else None
         # By name, not by class: a checkpoint's own copy of this code has its own AtmaCache.
         if type(cache).__name__ == "AtmaCache":
+            if not cache.fits(self.config):
+                raise ValueError(
+                    "This AtmaCache was made for a model of other layers or heads: each model "
+                    "needs a cache of its own, AtmaCache(model.config)."
+                )
             return cache
         if type(cache) is DynamicCache and cache.get_seq_length() > 0:
             return AtmaCache.from_prefix(self.config, cache)
@@ -695,9 +700,7 @@ class AtmaModel(AtmaPreTrainedModel):
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Give exactly one of input_ids and inputs_embeds.")
-        if cu_seq_lens_k is not None and (
-            cu_seq_lens_q is None or cu_seq_lens_k.shape != cu_seq_lens_q.shape
-        ):
+        if cu_seq_lens_k is not None and not same_boundaries(cu_seq_lens_q, cu_seq_lens_k):
             raise ValueError(
                 "cu_seq_lens_q and cu_seq_lens_k must be the same: queries and keys are the same "
                 "tokens."
@@ -715,6 +718,8 @@ class AtmaModel(AtmaPreTrainedModel):
         B, T = inputs_embeds.shape[:2]
         device = inputs_embeds.device
         cache = self._resolve_cache(cache, past_key_values, use_cache, kwargs)
+        if T == 0 and (cache is None or not cache.has_content):
+            raise ValueError("The input holds no tokens: give at least one.")
         layout = build_layout(
             (B, T), device, attention_mask, position_ids, cu_seq_lens_q, seq_idx, cache
         )
@@ -878,6 +883,15 @@ class AtmaForCausalLM(AtmaPreTrainedModel, AtmaGenerationMixin):
         targets = labels[:, 1:] if targets is None else targets
         counted = (targets != kwargs.get("ignore_index", -100)).sum().to(term.device)
         return term * counted / total
+
+
+def same_boundaries(one: torch.Tensor | None, other: torch.Tensor) -> bool:
+    """Whether the boundaries of queries and keys agree; values are compared where that is free."""
+    if one is other:
+        return True
+    if one is None or one.shape != other.shape:
+        return False
+    return not (one.device.type == other.device.type == "cpu") or torch.equal(one, other)
 
 
 def keep_positions(hidden_states: torch.Tensor, logits_to_keep: int | torch.Tensor) -> torch.Tensor:

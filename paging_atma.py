@@ -244,21 +244,46 @@ class PagedRows:
             self.padded_length -= num_tokens
         else:
             self.padded_length.sub_(num_tokens)
-        source, target = [], []
-        for pages, old, new in zip(self.pages, before, self.lengths.tolist(), strict=True):
-            for i in range(new // self.pool.page_size, math.ceil(old / self.pool.page_size)):
+        size, after = self.pool.page_size, self.lengths.tolist()
+        written = [
+            range(new // size, math.ceil(old / size))
+            for old, new in zip(before, after, strict=True)
+        ]
+        self.pool.copy_pages(*self._replace_shared(written))
+
+    def reset(self) -> None:
+        """Forgets all columns. Pages that others share are theirs now; the rows get other ones."""
+        self.has_content = False
+        if self.lengths is None:
+            return
+        self.lengths.zero_()
+        if self.max_length is not None:
+            self.padded_length.zero_()
+            return
+        self.padded_length = 0
+        self._replace_shared([range(len(pages)) for pages in self.pages])
+
+    def _replace_shared(self, written: list[range]) -> tuple[list[int], list[int]]:
+        """
+        Gives each row its own pages at the indices that it will write to, where others share them.
+        Returns the pages left and those taken in their place.
+        """
+        left, taken = [], []
+        for pages, indices in zip(self.pages, written, strict=True):
+            for i in indices:
                 if self.pool.reference_counts[pages[i]] > 1:
-                    source.append(pages[i])
+                    left.append(pages[i])
                     self.pool.release([pages[i]])
                     pages[i] = self.pool.allocate(1)[0]
-                    target.append(pages[i])
-        if source:
-            self.pool.copy_pages(source, target)
+                    taken.append(pages[i])
+        if left:
             self._publish(self.lengths.device)
+        return left, taken
 
     def free(self) -> None:
         """Gives the pages back to the pool."""
-        for pages in self.pages or []:
+        # (The compiler makes objects without calling __init__.)
+        for pages in getattr(self, "pages", None) or []:
             self.pool.release(pages)
         self.pages = None
 

@@ -562,3 +562,95 @@ def test_a_prefix_of_keys_and_values_is_taken_over_with_its_gradient(model, toke
         steps = [model(ids[:, i : i + 1], cache=cache).logits for i in range(2, 6)]
     close(torch.cat(steps, 1), whole[:, 2:])
     close(output.logits, whole)
+
+
+@pytest.mark.parametrize("how", ["fork", "repeat"])
+def test_reset_leaves_shared_pages_to_the_others(model, tokens, close, how):
+    ids, other = tokens(1, 18), tokens(2, 18, seed=5)
+    cache = small_pages(model)
+    feed(model, cache, ids)
+    fork = cache.fork()
+    if how == "repeat":
+        cache.batch_repeat_interleave(2)
+    cache.reset()
+    rows = other[: cache.batch_size]
+    with torch.no_grad():
+        close(feed(model, cache, rows), model(rows, use_cache=False).logits)
+        whole = torch.cat([ids, other[:1, :3]], 1)
+        close(feed(model, fork, other[:1, :3]), model(whole, use_cache=False).logits[:, -3:])
+
+
+@pytest.mark.smoke
+def test_crop_takes_a_tensor_and_leaves_it_alone(model, tokens):
+    cache = small_pages(model)
+    cache.activate_past_recording()
+    feed(model, cache, tokens(1, 12))
+    drop = torch.tensor(-5)
+    cache.crop(drop)
+    assert drop == -5 and cache.get_seq_length() == 7 and cache.lengths.tolist() == [7]
+
+
+def test_the_drafts_of_one_call_can_all_be_dropped(model, tokens, close):
+    ids = tokens(1, 330)
+    cache = small_pages(model, record_limit=8)
+    cache.activate_past_recording()
+    feed(model, cache, ids[:, :20])
+    feed(model, cache, ids[:, 20:])
+    cache.crop(-310)
+    never = small_pages(model)
+    feed(model, never, ids[:, :20])
+    assert_same_states(cache, never, close)
+
+
+def test_a_cache_filled_in_inference_mode_goes_on_without(model, tokens, close):
+    ids = tokens(1, 14)
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits[:, 9:]
+    for max_length in (None, 32):
+        with torch.inference_mode():
+            cache = small_pages(model, max_length=max_length)
+            model(ids[:, :9], cache=cache)
+        for continued in (cache.fork(), cache):
+            close(feed(model, continued, ids[:, 9:]), expected)
+
+
+def test_the_cache_of_another_model_is_refused(make_model, model, tokens):
+    cache = small_pages(model)
+    feed(model, cache, tokens(1, 5))
+    for other in ({"layer_types": ["conv", "hybrid"]}, {"num_key_value_heads": 4}):
+        with pytest.raises(ValueError, match="a cache of its own"):
+            make_model(**other)(tokens(1, 1), cache=cache)
+
+
+def test_copies_keep_what_was_recorded_and_whether(model, tokens, close):
+    ids = tokens(1, 12)
+    for empty in (True, False):
+        cache = small_pages(model)
+        cache.activate_past_recording()
+        if not empty:
+            feed(model, cache, ids)
+        copies = [copy.deepcopy(cache), cache.fork(), pickle.loads(pickle.dumps(cache))]
+        assert all(c.is_croppable for c in copies)
+    never = small_pages(model)
+    feed(model, never, ids[:, :8])
+    for copied in copies[:2]:
+        copied.crop(-4)
+        assert_same_states(copied, never, close)
+
+
+def test_files_hold_nothing_of_other_rows(model, tokens):
+    """Pages in reserve, and the end of the last page, may hold what others left behind."""
+    cache = small_pages(model, expected_length=64)
+    feed(model, cache, tokens(1, 6))
+    for slabs in cache.layers[1].slabs():
+        unused = [p for p in range(len(slabs[0])) if p not in cache.rows.pages[0][:2]]
+        slabs[0][unused] = 77.0
+        slabs[0][cache.rows.pages[0][1], 2:] = 77.0
+    metadata, tensors = cache._export()
+    assert tensors["layers.1.keys"].shape[0] == 2
+    assert not any((x == 77.0).any() for x in tensors.values())
+
+
+def test_an_input_without_tokens_is_refused(model, tokens):
+    with pytest.raises(ValueError, match="holds no tokens"):
+        model(tokens(1, 3)[:, :0])

@@ -120,9 +120,16 @@ def test_prompt_lookup_equals_greedy(model, tokens):
     piece = tokens(1, 9)
     ids = torch.cat([piece, piece, piece[:, :4]], 1)
     expected = model.generate(ids, max_new_tokens=60, **GREEDY)
-    for drafts in (2, 10):
-        found = model.generate(ids, max_new_tokens=60, prompt_lookup_num_tokens=drafts, **GREEDY)
-        assert torch.equal(found, expected)
+    for drafts in (2, 10, 300):
+        output = model.generate(
+            ids,
+            max_new_tokens=60,
+            prompt_lookup_num_tokens=drafts,
+            return_dict_in_generate=True,
+            **GREEDY,
+        )
+        assert torch.equal(output.sequences, expected)
+        assert getattr(output, CACHE_NAME).get_seq_length() == expected.shape[1] - 1
 
 
 @pytest.mark.smoke

@@ -131,13 +131,21 @@ def test_position_ids_that_do_not_restart_are_no_packing(model, tokens, position
 def test_boundaries_that_cannot_be_honoured_are_refused(model, tokens):
     ids = tokens(1, 8)
     boundaries = torch.tensor([0, 3, 8], dtype=torch.int32)
-    with pytest.raises(ValueError, match="need one row, no attention_mask and an empty cache"):
-        model(ids, cu_seq_lens_q=boundaries, attention_mask=torch.ones(1, 8))
+    seq_idx = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1]])
+    for described in ({"cu_seq_lens_q": boundaries}, {"seq_idx": seq_idx}):
+        with pytest.raises(ValueError, match="without attention_mask and an empty cache"):
+            model(ids, attention_mask=torch.ones(1, 8), **described)
+        with torch.no_grad():
+            cache = model(ids, use_cache=True).past_key_values
+            with pytest.raises(ValueError, match="an empty cache"):
+                model(ids, cache=cache, **described)
     with pytest.raises(ValueError, match="need one row"):
         model(tokens(2, 8), cu_seq_lens_q=boundaries)
-    with pytest.raises(ValueError, match="must be the same"):
-        model(ids, cu_seq_lens_q=boundaries, cu_seq_lens_k=boundaries[:2])
-    with torch.no_grad():
-        cache = model(ids, use_cache=True).cache
-        with pytest.raises(ValueError, match="empty cache"):
-            model(ids, cu_seq_lens_q=boundaries, cache=cache)
+    for other in (boundaries[:2], torch.tensor([0, 4, 8], dtype=torch.int32)):
+        with pytest.raises(ValueError, match="must be the same"):
+            model(ids, cu_seq_lens_q=boundaries, cu_seq_lens_k=other)
+    for wrong in ([0, 4], [4, 8], [0, 6, 3, 8]):
+        with pytest.raises(ValueError, match="must rise from 0 to the number of tokens"):
+            model(ids, cu_seq_lens_q=torch.tensor(wrong))
+    with pytest.raises(ValueError, match="position_ids has shape"):
+        model(ids, position_ids=torch.arange(5)[None])
