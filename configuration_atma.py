@@ -204,7 +204,7 @@ class AtmaConfig(PreTrainedConfig):
     @classmethod
     def tiny(cls, **overrides) -> "AtmaConfig":
         """
-        A model of about 0.4M parameters that has every layer kind, for tests and first looks on a
+        A model of 0.34M parameters that has every layer kind, for tests and first looks on a
         CPU.
         """
         fields = {
