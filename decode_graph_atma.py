@@ -89,7 +89,7 @@ class DecodeGraph:
             return None
         # May grow the cache, which moves its page table and so changes the signature.
         cache.prepare(*input_ids.shape, input_ids.device)
-        if self.watch is None:
+        if self.watch is None or self.watch.model is not model:
             self.watch = _Watch(model)
         weights, buffers = self.watch.addresses(input_ids.device), _buffers(model, cache)
         if weights is None or buffers is None:
@@ -158,6 +158,7 @@ class _Watch:
     """The modules of a model as they were found, to see cheaply at each step what has changed."""
 
     def __init__(self, model: nn.Module):
+        self.model = model
         self.modules = [(module, tuple(module._modules.values())) for module in model.modules()]
         # Adapters and quantised layers have switches of their own, which a graph would not notice.
         plain = (nn.Linear, nn.Embedding, nn.ModuleList)
