@@ -225,9 +225,12 @@ class AtmaCache(Cache):
         self.max_length = max_length
         self.page_size = page_size
         self.recording = Recording(record_limit)
-        self.rows = PagedRows(PagePool(page_size), max_length, expected_length)
+        self.rows = PagedRows(
+            PagePool(page_size, static=max_length is not None), max_length, expected_length
+        )
         # The captured decoding step of this cache, if there is one; it is never copied.
         self.decode_graph = None
+        self.in_call = False
         super().__init__(
             layers=[
                 AtmaHybridLayer(self, i, config)
@@ -246,6 +249,20 @@ class AtmaCache(Cache):
         """
         self._leave_inference_mode()
         self.rows.prepare(batch_size, num_tokens, device)
+        self.in_call = True
+
+    def states_for(self, layer_idx: int) -> "AtmaConvLayer | AtmaHybridLayer":
+        """
+        The states of a layer, for the call in progress. Raises `RuntimeError` after it: what runs a
+        layer again is recomputation, which would feed its tokens twice.
+        """
+        if not self.in_call:
+            raise RuntimeError(
+                "A decoder layer was run again after its call had ended, as activation "
+                "checkpointing by a wrapper does, and would store its tokens twice in the cache: "
+                "pass use_cache=False."
+            )
+        return self.layers[layer_idx]
 
     def _leave_inference_mode(self) -> None:
         """Copies what was filled under `torch.inference_mode()`, which nothing else may update."""
@@ -274,6 +291,7 @@ class AtmaCache(Cache):
         Counts the columns of a call after all layers have stored them. `mask` `[B, T]` says which
         are real, in the caller's order, and `lengths` `[B]` how many.
         """
+        self.in_call = False
         self.rows.advance(num_tokens, lengths)
         for layer in self.layers:
             if isinstance(layer, AtmaHybridLayer):
@@ -400,7 +418,10 @@ class AtmaCache(Cache):
             self._use_rows(old.take(indices.tolist(), hand_over=True))
             old.free()
         else:
-            self._select_fixed(indices, same_size)
+            rows = self.rows
+            if not same_size:
+                rows = PagedRows(PagePool(self.page_size, static=True), self.max_length, None)
+            self._copy_fixed(indices, self, rows)
         for state in self.states():
             state.select(indices, in_place=self.max_length is not None and same_size)
         recording = self.recording
@@ -411,10 +432,10 @@ class AtmaCache(Cache):
                 for width, mask in recording.columns
             ]
 
-    def _select_fixed(self, indices: torch.Tensor, same_size: bool) -> None:
+    def _copy_fixed(self, indices: torch.Tensor, target: "AtmaCache", rows: PagedRows) -> None:
         """
-        Fixed capacity: every row owns its pages, so the rows' pages are copied, in place where the
-        batch stays.
+        Fixed capacity: every row owns its pages, so those of the rows `indices` are copied to
+        `rows`, from now on the rows of `target`. May be this cache's own, whose addresses stay.
         """
         old = self.rows
         content = {}
@@ -424,19 +445,14 @@ class AtmaCache(Cache):
                 ids = old.page_table.to(slabs[0].device)[indices.to(slabs[0].device)]
                 content[layer_idx].append(gather_pages(slabs, ids))
         lengths = old.lengths[indices]
-        if same_size:
-            old.lengths.copy_(lengths)
-        else:
-            rows = PagedRows(PagePool(self.page_size), self.max_length, None)
-            rows.prepare(indices.shape[0], 0, old.lengths.device)
-            rows.lengths.copy_(lengths)
-            rows.padded_length.copy_(old.padded_length)
-            rows.has_content = old.has_content
-            self._use_rows(rows)
+        rows.prepare(indices.shape[0], 0, lengths.device)
+        rows.lengths.copy_(lengths)
+        rows.padded_length.copy_(old.padded_length)
+        rows.has_content = old.has_content
+        target._use_rows(rows)
         start = torch.zeros_like(lengths)
         for layer_idx, (keys, values) in content.items():
-            layer = self.layers[layer_idx]
-            layer.write(keys, values, start.to(keys.device), None)
+            target.layers[layer_idx].write(keys, values, start.to(keys.device), None)
 
     def _use_rows(self, rows: PagedRows) -> None:
         self.rows = rows
@@ -525,14 +541,8 @@ class AtmaCache(Cache):
         if self.max_length is None:
             other._use_rows(self.rows.take(list(range(self.batch_size)), hand_over=False))
         else:
-            other.rows.prepare(self.batch_size, 0, self.rows.lengths.device)
-            other.rows.lengths.copy_(self.rows.lengths)
-            other.rows.padded_length.copy_(self.rows.padded_length)
-            other.rows.has_content = self.rows.has_content
-            for layer_idx in self.rows.pool.slabs:
-                keys, values = self.layers[layer_idx].past()
-                start = torch.zeros_like(self.rows.lengths).to(keys.device)
-                other.layers[layer_idx].write(keys, values, start, None)
+            index = torch.arange(self.batch_size, device=self.rows.lengths.device)
+            self._copy_fixed(index, other, other.rows)
         other._copy_recurrent(self)
         for mine, theirs in zip(self.layers, other.layers, strict=True):
             if isinstance(mine, AtmaHybridLayer):

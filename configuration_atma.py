@@ -57,6 +57,9 @@ class AtmaConfig(PreTrainedConfig):
         distractor_loss_coef (`float`, defaults to 0.01): Weight of that loss.
         max_position_embeddings (`int`, defaults to 2048): The training length. Informative: there
             is no positional table, and longer sequences are read as they are.
+        fused_linear_cross_entropy (`bool`, defaults to `False`): Whether training computes the loss
+            from the hidden states in chunks of tokens: the logits of a batch are never held, and
+            not returned. Not in `eval()` mode, nor without `labels`.
         kernel_backend (`str`, defaults to `"auto"`): `"auto"`, `"triton"` or `"torch"`.
         decode_graph (`bool`, defaults to `True`): Whether decoding on a CUDA device is captured in
             a CUDA graph and replayed where that is possible.
@@ -70,6 +73,33 @@ class AtmaConfig(PreTrainedConfig):
 
     model_type = "atma"
     keys_to_ignore_at_inference = ["cache", "past_key_values"]
+    # Heads are split over the devices, with their scalars, taps, pages and memory states; so is the
+    # MLP. The gated convolutions multiply thirds of one projection, which are gathered for that.
+    base_model_tp_plan = {
+        "layers.*.mixer.q_proj": "colwise",
+        "layers.*.mixer.k_proj": "colwise",
+        "layers.*.mixer.v_proj": "colwise",
+        "layers.*.mixer.gate_proj": "colwise",
+        "layers.*.mixer.query_canon_weight": "colwise",
+        "layers.*.mixer.key_canon_weight": "colwise",
+        "layers.*.mixer.value_canon_weight": "colwise",
+        "layers.*.mixer.null_value": "colwise",
+        "layers.*.mixer.length_gain": "colwise",
+        "layers.*.mixer.null_base": "colwise",
+        "layers.*.mixer.null_slope": "colwise",
+        "layers.*.mixer.magnitude_gain": "colwise",
+        "layers.*.mixer.o_proj": "rowwise",
+        "layers.*.mixer.count_proj": "rowwise",
+        "layers.*.mixer.memory.retention_proj": "colwise",
+        "layers.*.mixer.memory.write_proj": "colwise",
+        "layers.*.mixer.memory.gate_proj": "colwise",
+        "layers.*.mixer.memory.out_proj": "rowwise",
+        "layers.*.mixer.in_proj": "colwise_gather_output",
+        "layers.*.mixer.out_proj": "rowwise_split_input",
+        "layers.*.mlp.gate_proj": "colwise",
+        "layers.*.mlp.up_proj": "colwise",
+        "layers.*.mlp.down_proj": "rowwise",
+    }
 
     vocab_size: int = 50304
     hidden_size: int = 1024
@@ -95,6 +125,7 @@ class AtmaConfig(PreTrainedConfig):
     distractor_keys: int = 0
     distractor_loss_coef: float | int = 0.01
     max_position_embeddings: int = 2048
+    fused_linear_cross_entropy: bool = False
     kernel_backend: str = "auto"
     decode_graph: bool = True
     use_cache: bool = True

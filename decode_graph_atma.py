@@ -6,13 +6,16 @@ One decoding step as a CUDA graph, so that generate() without arguments is not b
 The graph belongs to the cache whose buffers it writes, and dies with it. It is captured at the
 second step that could use it and replayed as long as nothing that it refers to has moved: the
 cache's buffers, the weights, the modules and their hooks. Whatever changes, the next step runs
-eagerly and a new graph is captured later; whatever cannot be captured runs eagerly for good.
+eagerly and a new graph is captured later; whatever cannot be captured runs eagerly for good:
+adapters and quantised layers (their switches would go unnoticed), hooks and offloading, and the
+softmax cores of ablations (they gather as many keys as the host has counted).
 """
 
 import torch
 from torch import nn
 from transformers.utils import logging
 
+from .decode_layer_atma import plain_parameters
 from .layout_atma import TokenLayout
 
 logger = logging.get_logger(__name__)
@@ -23,7 +26,6 @@ def replay_step(
     cache,
     input_ids: torch.Tensor | None,
     attention_mask: torch.Tensor | None,
-    position_ids: torch.Tensor | None,
     extras: dict,
 ) -> torch.Tensor | None:
     """
@@ -37,7 +39,7 @@ def replay_step(
         return None
     if cache.decode_graph is None:
         cache.decode_graph = DecodeGraph()
-    return cache.decode_graph.step(model, cache, input_ids, attention_mask, position_ids)
+    return cache.decode_graph.step(model, cache, input_ids, attention_mask)
 
 
 def _is_plain_step(model, cache, input_ids, attention_mask, extras) -> bool:
@@ -82,7 +84,6 @@ class DecodeGraph:
         cache,
         input_ids: torch.Tensor,
         attention_mask: torch.Tensor | None,
-        position_ids: torch.Tensor | None,
     ) -> torch.Tensor | None:
         """The logits of one step, or `None`; see `replay_step`."""
         if self.impossible:
@@ -106,18 +107,14 @@ class DecodeGraph:
             self.real.fill_(True)
         else:
             self.real.copy_(attention_mask[:, -1])
-        if position_ids is None:
-            self.positions.copy_(cache.lengths[:, None])
-        else:
-            self.positions.copy_(position_ids[:, -1:].expand_as(self.positions))
         self.graph.replay()
         cache.rows.count_columns(1)
+        cache.in_call = False
         return self.logits.clone()
 
     def _capture(self, model: nn.Module, cache, input_ids: torch.Tensor) -> bool:
         self.input_ids = input_ids.clone()
         self.real = torch.ones(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
-        self.positions = torch.zeros_like(input_ids)
         graph = torch.cuda.CUDAGraph()
         stream = torch.cuda.Stream(input_ids.device)
         stream.wait_stream(torch.cuda.current_stream(input_ids.device))
@@ -144,7 +141,6 @@ class DecodeGraph:
             lengths=lengths,
             real=self.real[:, None],
             start=cache.lengths.clone(),
-            positions=self.positions,
         )
         hidden_states = model.model.embed_tokens(self.input_ids)
         for layer in model.model.layers:
@@ -159,37 +155,24 @@ class _Watch:
 
     def __init__(self, model: nn.Module):
         self.model = model
-        self.modules = [(module, tuple(module._modules.values())) for module in model.modules()]
-        # Adapters and quantised layers have switches of their own, which a graph would not notice.
-        plain = (nn.Linear, nn.Embedding, nn.ModuleList)
-        own = type(model).__module__
-        self.is_plain = all(
-            type(module) in plain or type(module).__module__ == own for module, _ in self.modules
-        )
+        self.modules = list(model.modules())
+        self.children = self._children()
+
+    def _children(self) -> list[nn.Module]:
+        return [child for module in self.modules for child in module._modules.values()]
 
     def addresses(self, device: torch.device) -> list[int] | None:
         """
         The addresses of all weights, or `None` if a step through the modules cannot be captured:
-        modules were exchanged (adapters), hooks or offloading intervene, weights lie elsewhere or
-        are tensor subclasses (quantised, distributed).
+        modules were exchanged (adapters have switches of their own, which a graph would not
+        notice), hooks or offloading intervene, weights lie elsewhere or are tensor subclasses.
         """
-        if not self.is_plain or torch.nn.modules.module._has_any_global_hook():
+        weights = plain_parameters(self.modules, type(self.model).__module__)
+        if weights is None or self._children() != self.children:
             return None
-        found = []
-        for module, children in self.modules:
-            if (
-                module._forward_hooks
-                or module._forward_pre_hooks
-                or "forward" in module.__dict__  # as offloading and device maps replace it
-                or tuple(module._modules.values()) != children
-            ):
-                return None
-            for parameter in module._parameters.values():
-                if parameter is not None:
-                    if type(parameter) is not nn.Parameter or parameter.device != device:
-                        return None
-                    found.append(parameter.data_ptr())
-        return found
+        if any(x.device != device for x in weights):
+            return None
+        return [x.data_ptr() for x in weights]
 
 
 def _buffers(model: nn.Module, cache) -> list | None:

@@ -2,12 +2,13 @@
 # Licensed under the Apache License, Version 2.0; see the file LICENSE.
 """What generate() needs to know about ATMA: which cache it gets, and what it cannot do."""
 
+import torch
 from transformers.generation import GenerationMixin
 
 from .cache_atma import AtmaCache
 from .outputs_atma import CACHE_NAME
 
-_NO_CONTINUOUS_BATCHING = (
+NO_CONTINUOUS_BATCHING = (
     "Transformers' continuous batching knows attention layers only and cannot carry ATMA's "
     "convolution and memory states: "
     "call generate() on a padded batch instead."
@@ -29,11 +30,13 @@ class AtmaGenerationMixin(GenerationMixin):
     ):
         """
         The padding mask of the new tokens, `[B, T]`: that is all the model needs, and its shape
-        stays in decoding.
+        stays in decoding. So do its strides, as a copy: the view's would grow with every token, and
+        the compiler records a CUDA graph for each value of a stride that changes.
         """
         if attention_mask is None or attention_mask.dim() != 2:
             return attention_mask
-        return attention_mask[:, -inputs_embeds.shape[1] :]
+        new = attention_mask[:, -inputs_embeds.shape[1] :]
+        return new.clone(memory_format=torch.contiguous_format)
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
         kind = generation_config.cache_implementation
@@ -71,13 +74,13 @@ class AtmaGenerationMixin(GenerationMixin):
         return AtmaCache(self.config, max_length=longest)
 
     def generate_batch(self, *args, **kwargs):
-        raise NotImplementedError(_NO_CONTINUOUS_BATCHING)
+        raise NotImplementedError(NO_CONTINUOUS_BATCHING)
 
     def init_continuous_batching(self, *args, **kwargs):
-        raise NotImplementedError(_NO_CONTINUOUS_BATCHING)
+        raise NotImplementedError(NO_CONTINUOUS_BATCHING)
 
     def continuous_batching_context_manager(self, *args, **kwargs):
-        raise NotImplementedError(_NO_CONTINUOUS_BATCHING)
+        raise NotImplementedError(NO_CONTINUOUS_BATCHING)
 
 
-__all__ = ["AtmaGenerationMixin"]
+__all__ = ["NO_CONTINUOUS_BATCHING", "AtmaGenerationMixin"]

@@ -230,4 +230,33 @@ def build_layout(
     return layout
 
 
-__all__ = ["TokenLayout", "build_layout", "packed_documents", "real_tokens_first"]
+def same_boundaries(one: torch.Tensor | None, other: torch.Tensor) -> bool:
+    """Whether the boundaries of queries and keys agree; values are compared where that is free."""
+    if one is other:
+        return True
+    if one is None or one.shape != other.shape:
+        return False
+    return not (one.device.type == other.device.type == "cpu") or torch.equal(one, other)
+
+
+def keep_positions(hidden_states: torch.Tensor, logits_to_keep: int | torch.Tensor) -> torch.Tensor:
+    """
+    `[B, kept, C]` of `[B, T, C]`; a boolean mask gives `[kept, C]`. See `AtmaForCausalLM.forward`.
+    """
+    if isinstance(logits_to_keep, int):
+        return hidden_states[:, -logits_to_keep:] if logits_to_keep else hidden_states
+    if logits_to_keep.dim() == 2:
+        if logits_to_keep.dtype == torch.bool:
+            return hidden_states[logits_to_keep]
+        return gather_columns(hidden_states, logits_to_keep)
+    return hidden_states[:, logits_to_keep]
+
+
+__all__ = [
+    "TokenLayout",
+    "build_layout",
+    "keep_positions",
+    "packed_documents",
+    "real_tokens_first",
+    "same_boundaries",
+]

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import initialization as init
 from transformers.cache_utils import Cache, DynamicCache
+from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -20,8 +21,10 @@ from transformers.utils import can_return_tuple, logging
 from .cache_atma import AtmaCache, AtmaConvLayer, AtmaHybridLayer
 from .configuration_atma import AtmaConfig
 from .decode_graph_atma import replay_step
+from .decode_layer_atma import can_fuse, fused_step
 from .generation_atma import AtmaGenerationMixin
-from .kernels.columns import gather_columns, place_after
+from .kernels.columns import place_after
+from .kernels.cross_entropy import soft_cap
 from .kernels.decode_convolution import canon_step, gated_causal_conv1d_step
 from .kernels.gated_delta import gated_delta, gated_delta_step, log_retention
 from .kernels.paged_polar_attention import paged_polar_attention
@@ -31,30 +34,27 @@ from .kernels.polar_attention import (
     polar_attention,
     polar_attention_reference,
 )
-from .kernels.short_convolution import causal_conv1d, gated_causal_conv1d
+from .kernels.rms_norm import add_rms_norm, gated_rms_norm, rms_norm, sigmoid_gate
+from .kernels.short_convolution import canon_convolution, gated_causal_conv1d
 from .kernels.softmax_attention import apply_rotary, softmax_attention
-from .layout_atma import TokenLayout, build_layout
-from .outputs_atma import CACHE_NAME, AtmaCausalLMOutput, AtmaDiagnostics, AtmaModelOutput
+from .kernels.squared_relu import squared_relu_product
+from .layout_atma import TokenLayout, build_layout, keep_positions, same_boundaries
+from .loss_atma import distractor_term, loss_of_hidden_states, loss_of_logits
+from .outputs_atma import (
+    CACHE_NAME,
+    AtmaCausalLMOutput,
+    AtmaDiagnostics,
+    AtmaModelOutput,
+    kept_hidden_states,
+)
+from .parallel_atma import check_tensor_parallel, local_shard
 from .quantization_atma import spare_from_quantisation
 from .rollback_atma import RollbackState
 
 logger = logging.get_logger(__name__)
 
-# Norms without a weight use the spacing of fp32 at 1.
-UNWEIGHTED_NORM_EPS = 2.0**-23
 # Up to this many tokens on top of a cache, states advance in place, token by token.
 MAX_STEP_TOKENS = 8
-
-
-def rms_norm(x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = UNWEIGHTED_NORM_EPS):
-    """`x / sqrt(mean(x^2) + eps)` over the last dimension, times `weight`."""
-    return F.rms_norm(x, x.shape[-1:], weight, eps)
-
-
-def soft_cap(logits: torch.Tensor, cap: float) -> torch.Tensor:
-    """The algebraic soft cap `cap x / sqrt(x^2 + cap^2)`, at least in fp32. (It is not a tanh.)"""
-    x = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return cap * x * torch.rsqrt(x * x + cap * cap)
 
 
 def residual_projection(in_features: int, config: AtmaConfig) -> nn.Linear:
@@ -65,13 +65,21 @@ def residual_projection(in_features: int, config: AtmaConfig) -> nn.Linear:
 
 
 class AtmaRMSNorm(nn.Module):
-    def __init__(self, hidden_size: int, eps: float):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(hidden_size))
-        self.eps = eps
+    """RMSNorm with a weight."""
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return rms_norm(hidden_states, self.weight, self.eps)
+    def __init__(self, config: AtmaConfig):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(config.hidden_size))
+        self.eps = config.rms_norm_eps
+        self.kernel_backend = config.kernel_backend
+
+    def forward(self, hidden_states: torch.Tensor, update: torch.Tensor | None = None):
+        """The norm of `hidden_states`; with an `update`, that of the sum, and the sum."""
+        if update is None:
+            return rms_norm(hidden_states, self.weight, self.eps, backend=self.kernel_backend)
+        return add_rms_norm(
+            hidden_states, update, self.weight, self.eps, backend=self.kernel_backend
+        )
 
     def extra_repr(self) -> str:
         return f"eps={self.eps}"
@@ -82,14 +90,14 @@ class AtmaMLP(nn.Module):
 
     def __init__(self, config: AtmaConfig):
         super().__init__()
+        self.kernel_backend = config.kernel_backend
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, config.use_bias)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, config.use_bias)
         self.down_proj = residual_projection(config.intermediate_size, config)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(
-            F.relu(self.gate_proj(hidden_states)).square() * self.up_proj(hidden_states)
-        )
+        gate, up = self.gate_proj(hidden_states), self.up_proj(hidden_states)
+        return self.down_proj(squared_relu_product(gate, up, backend=self.kernel_backend))
 
 
 def can_step(layout: TokenLayout, state: RollbackState | None) -> bool:
@@ -139,6 +147,7 @@ class AtmaShortConv(nn.Module):
             self.conv_weight,
             initial_state=None if state is None else state.conv.for_forward(),
             cu_seqlens=layout.cu_seqlens,
+            return_input=state is not None,
             backend=self.kernel_backend,
         )
         if state is not None:
@@ -198,7 +207,7 @@ class AtmaMemory(nn.Module):
             read, final_state = self._read(
                 query, inputs, layout, memory, want_state=diagnostics is not None
             )
-            read = rms_norm(read) * torch.sigmoid(gate)
+            read = gated_rms_norm(read, gate, backend=self.rule["backend"])
         if diagnostics is not None:
             log_gamma = log_retention(
                 retention_logits.detach(), self.rule["retention_bias"], self.rule["max_half_life"]
@@ -279,10 +288,17 @@ class AtmaAttention(nn.Module):
     def _heads(self, x: torch.Tensor) -> torch.Tensor:
         return x.unflatten(-1, (-1, self.head_dim))
 
+    def _normalise(self, x: torch.Tensor) -> torch.Tensor:
+        """Queries or keys, RMS-normalised per head; heads are flattened into channels."""
+        return rms_norm(self._heads(x), backend=self.kernel_backend).flatten(2)
+
     def _canon(self, query, key, value, layout: TokenLayout, state: AtmaHybridLayer | None):
         """`y + conv(y)` on query, key and value, whose heads are flattened into channels."""
         streams = (query, key, value)
-        weights = (self.query_canon_weight, self.key_canon_weight, self.value_canon_weight)
+        weights = tuple(
+            local_shard(x)
+            for x in (self.query_canon_weight, self.key_canon_weight, self.value_canon_weight)
+        )
         if can_step(layout, state and state.conv):
             state.conv.remember()
             mixed = canon_step(
@@ -295,20 +311,16 @@ class AtmaAttention(nn.Module):
             if state.record_past:
                 state.conv.commit(None, (torch.cat(streams, dim=-1),))
             return mixed
-        windows = (None, None, None)
+        windows = None
         if state is not None and (window := state.conv.for_forward()) is not None:
             windows = window.split([x.shape[-1] for x in streams], dim=-1)
-        mixed = [
-            causal_conv1d(
-                x,
-                weight,
-                initial_state=window,
-                cu_seqlens=layout.cu_seqlens,
-                residual=True,
-                backend=self.kernel_backend,
-            )
-            for x, weight, window in zip(streams, weights, windows, strict=True)
-        ]
+        mixed = canon_convolution(
+            *streams,
+            *weights,
+            initial_states=windows,
+            cu_seqlens=layout.cu_seqlens,
+            backend=self.kernel_backend,
+        )
         if state is not None:
             state.update_conv(layout.rows(torch.cat(streams, dim=-1)), layout.state_lengths)
         return mixed
@@ -389,13 +401,14 @@ class AtmaAttention(nn.Module):
         return table.to(query.device)
 
     def _null_and_scalars(self) -> tuple[torch.Tensor, ...]:
-        return (
+        parameters = (
             self.null_value,
             self.length_gain,
             self.null_base,
             self.null_slope,
             self.magnitude_gain,
         )
+        return tuple(local_shard(x) for x in parameters)
 
     def _report(self, output: PolarOutput, layout: TokenLayout, diagnostics):
         if diagnostics is not None:
@@ -465,8 +478,8 @@ class AtmaAttention(nn.Module):
         weights and the distractor mass (each `None` unless wanted), and fills `diagnostics`.
         """
         hidden_states = layout.gather(hidden_states)
-        query = rms_norm(self._heads(self.q_proj(hidden_states))).flatten(2)
-        key = rms_norm(self._heads(self.k_proj(hidden_states))).flatten(2)
+        query = self._normalise(self.q_proj(hidden_states))
+        key = self._normalise(self.k_proj(hidden_states))
         value = self.v_proj(hidden_states)
         if not self.is_rotary:
             query, key, value = self._canon(query, key, value, layout, state)
@@ -482,8 +495,9 @@ class AtmaAttention(nn.Module):
         content, magnitude, weights = self._attend(
             query, key, value, layout, state, output_attentions, diagnostics
         )
-        gate = torch.sigmoid(self.gate_proj(hidden_states)).view_as(content)
-        output = self.o_proj((content * gate).flatten(2))
+        gate = self.gate_proj(hidden_states).view_as(content)
+        content = sigmoid_gate(content, gate, backend=self.kernel_backend)
+        output = self.o_proj(content.flatten(2))
         if self.is_polar:
             output = output + self.count_proj(magnitude)
         if memory is not None:
@@ -508,8 +522,8 @@ class AtmaDecoderLayer(GradientCheckpointingLayer):
             AtmaAttention(config, layer_idx) if self.is_hybrid else AtmaShortConv(config, layer_idx)
         )
         self.mlp = AtmaMLP(config)
-        self.input_norm = AtmaRMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_norm = AtmaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_norm = AtmaRMSNorm(config)
+        self.post_norm = AtmaRMSNorm(config)
 
     def forward(
         self,
@@ -520,15 +534,19 @@ class AtmaDecoderLayer(GradientCheckpointingLayer):
         output_diagnostics: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, AtmaDiagnostics | None]:
         layout = layout.to(hidden_states.device)
-        state = None if cache is None else cache.layers[self.layer_idx]
+        state = None if cache is None else cache.states_for(self.layer_idx)
+        if not (output_attentions or output_diagnostics) and can_fuse(
+            self, hidden_states, layout, state
+        ):
+            return fused_step(self, hidden_states, layout, state), None, None, None
         mixed, weights, mass, diagnostics = self.input_norm(hidden_states), None, None, None
         if self.is_hybrid:
             diagnostics = AtmaDiagnostics() if output_diagnostics else None
             mixed, weights, mass = self.mixer(mixed, layout, state, output_attentions, diagnostics)
         else:
             mixed = self.mixer(mixed, layout, state)
-        hidden_states = hidden_states + mixed
-        hidden_states = hidden_states + self.mlp(self.post_norm(hidden_states))
+        normalised, hidden_states = self.post_norm(hidden_states, mixed)
+        hidden_states = hidden_states + self.mlp(normalised)
         return hidden_states, weights, mass, diagnostics
 
 
@@ -548,7 +566,10 @@ class AtmaPreTrainedModel(PreTrainedModel):
         """As in Transformers. A `quantization_config` is completed by `UNQUANTISED`."""
         if quantization_config is not None:
             kwargs["quantization_config"] = spare_from_quantisation(quantization_config)
-        return super().from_pretrained(*args, **kwargs)
+        loaded = super().from_pretrained(*args, **kwargs)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        check_tensor_parallel(model.config, model.tp_size or 1)
+        return loaded
 
     @classmethod
     def _can_set_attn_implementation(cls) -> bool:
@@ -595,14 +616,6 @@ def init_taps(weight: torch.Tensor, kernel_size: int) -> None:
     init.uniform_(weight, -bound, bound)
 
 
-def kept_hidden_states(request: bool | int | list[int] | None, count: int) -> set[int]:
-    """Which of `count` hidden states `output_hidden_states` asks for: all, none, or by index."""
-    if request is None or isinstance(request, bool):
-        return set(range(count)) if request else set()
-    indices = [request] if isinstance(request, int) else list(request)
-    return {i % count for i in indices if -count <= i < count}
-
-
 class AtmaModel(AtmaPreTrainedModel):
     """The decoder: embeddings, decoder layers, final norm."""
 
@@ -613,7 +626,7 @@ class AtmaModel(AtmaPreTrainedModel):
         self.layers = nn.ModuleList(
             AtmaDecoderLayer(config, i) for i in range(config.num_hidden_layers)
         )
-        self.norm = AtmaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = AtmaRMSNorm(config)
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -688,7 +701,8 @@ class AtmaModel(AtmaPreTrainedModel):
                 and a filled cache, ids that restart at 0 mark packed documents, which do not see
                 each other.
             cache, past_key_values: an `AtmaCache` to continue and fill (either name).
-            use_cache: whether to return a cache. Defaults to `config.use_cache`.
+            use_cache: whether to return a cache. Defaults to `config.use_cache`, and to `False` in
+                a training step.
             output_hidden_states (`bool`, `int` or `list[int]`): whether to return the input of
                 every layer and the output of the final norm, or which of them (others are `None`).
             output_diagnostics: whether to return an `AtmaDiagnostics` for each hybrid layer.
@@ -706,7 +720,8 @@ class AtmaModel(AtmaPreTrainedModel):
                 "tokens."
             )
         config = self.config
-        use_cache = config.use_cache if use_cache is None else use_cache
+        if use_cache is None:  # a training step has no use for one
+            use_cache = config.use_cache and not (self.training and torch.is_grad_enabled())
         output_attentions = (
             config.output_attentions if output_attentions is None else output_attentions
         )
@@ -767,6 +782,7 @@ class AtmaForCausalLM(AtmaPreTrainedModel, AtmaGenerationMixin):
     """ATMA with its language-model head and the algebraic soft cap on the logits."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tp_plan = {"lm_head": "colwise_gather_output"}
 
     def __init__(self, config: AtmaConfig):
         super().__init__(config)
@@ -804,7 +820,10 @@ class AtmaForCausalLM(AtmaPreTrainedModel, AtmaGenerationMixin):
             num_items_in_batch (keyword): number of labels over which the loss is averaged, as
                 `Trainer` passes it.
 
-        Logits come in the model's dtype, in fp32 where `labels` are given.
+        Logits come in the dtype of the head; the loss is computed in fp32. With
+        `config.fused_linear_cross_entropy`, a call in training mode with labels returns the loss
+        alone: `logits` is `None`. (Label smoothing and `compute_loss_func` of `Trainer` are not
+        affected: they take the labels away and get logits.)
         """
         given = past_key_values if cache is None else cache
         extras = {
@@ -816,7 +835,7 @@ class AtmaForCausalLM(AtmaPreTrainedModel, AtmaGenerationMixin):
             "positions": isinstance(logits_to_keep, torch.Tensor),
             **{name: value for name, value in kwargs.items() if name != "return_dict"},
         }
-        logits = replay_step(self, given, input_ids, attention_mask, position_ids, extras)
+        logits = replay_step(self, given, input_ids, attention_mask, extras)
         if logits is not None:
             return AtmaCausalLMOutput(logits=logits, **{CACHE_NAME: given})
         by_default = isinstance(logits_to_keep, int) and logits_to_keep == 0
@@ -837,16 +856,14 @@ class AtmaForCausalLM(AtmaPreTrainedModel, AtmaGenerationMixin):
             **{name: value for name, value in kwargs.items() if name != "return_dict"},
         )
         hidden_states = keep_positions(outputs.last_hidden_state, logits_to_keep)
-        loss = None
         if labels is None:
-            logits = self.logits_of(hidden_states)
+            loss, logits = None, self.logits_of(hidden_states)
         else:
-            logits = soft_cap(self.lm_head(hidden_states), float(self.config.logit_softcap))
-            loss = self.loss_function(
-                logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs
-            )
+            loss, logits = self._loss(hidden_states, labels, kwargs)
             if outputs.distractor_loss is not None:
-                loss = loss + self._distractor_term(outputs.distractor_loss, labels, kwargs)
+                loss = loss + self.config.distractor_loss_coef * distractor_term(
+                    outputs.distractor_loss, labels, **kwargs
+                )
         return AtmaCausalLMOutput(
             loss=loss,
             logits=logits,
@@ -859,52 +876,45 @@ class AtmaForCausalLM(AtmaPreTrainedModel, AtmaGenerationMixin):
 
     def logits_of(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """The capped logits `[..., V]` of final hidden states `[..., C]`, in the head's dtype."""
-        logits = self.lm_head(hidden_states)
-        cap = float(self.config.logit_softcap)
+        return self._cap(self.lm_head(hidden_states))
+
+    def _cap(self, logits: torch.Tensor) -> torch.Tensor:
+        """`soft_cap`, in place where no gradient needs the logits."""
+        cap, backend = float(self.config.logit_softcap), self.config.kernel_backend
         if torch.is_grad_enabled() or logits.dtype not in (torch.bfloat16, torch.float16):
-            return soft_cap(logits, cap).to(logits.dtype)
-        # In slices, so that a long evaluation never holds an fp32 copy of all its logits.
+            return soft_cap(logits, cap, backend=backend)
+        # In slices, so that a long evaluation never holds a second copy of all its logits.
         for part in logits.view(-1, logits.shape[-1]).split(4096):
-            part.copy_(soft_cap(part, cap))
+            part.copy_(soft_cap(part, cap, backend=backend))
         return logits
 
-    def _distractor_term(
-        self, mass: torch.Tensor, labels: torch.Tensor, kwargs: dict
-    ) -> torch.Tensor:
-        """
-        The distractor loss in the units of the main loss: with `num_items_in_batch` each
-        micro-batch counts by its share of the labels, so that accumulation changes nothing.
-        """
-        term = self.config.distractor_loss_coef * mass
-        total = kwargs.get("num_items_in_batch")
-        if total is None:
-            return term
-        targets = kwargs.get("shift_labels")
-        targets = labels[:, 1:] if targets is None else targets
-        counted = (targets != kwargs.get("ignore_index", -100)).sum().to(term.device)
-        return term * counted / total
-
-
-def same_boundaries(one: torch.Tensor | None, other: torch.Tensor) -> bool:
-    """Whether the boundaries of queries and keys agree; values are compared where that is free."""
-    if one is other:
-        return True
-    if one is None or one.shape != other.shape:
-        return False
-    return not (one.device.type == other.device.type == "cpu") or torch.equal(one, other)
-
-
-def keep_positions(hidden_states: torch.Tensor, logits_to_keep: int | torch.Tensor) -> torch.Tensor:
-    """
-    `[B, kept, C]` of `[B, T, C]`; a boolean mask gives `[kept, C]`. See `AtmaForCausalLM.forward`.
-    """
-    if isinstance(logits_to_keep, int):
-        return hidden_states[:, -logits_to_keep:] if logits_to_keep else hidden_states
-    if logits_to_keep.dim() == 2:
-        if logits_to_keep.dtype == torch.bool:
-            return hidden_states[logits_to_keep]
-        return gather_columns(hidden_states, logits_to_keep)
-    return hidden_states[:, logits_to_keep]
+    def _loss(self, hidden_states, labels, kwargs: dict):
+        """The loss without the distractor term, and the logits, if they are there."""
+        config = self.config
+        common = {
+            **kwargs,
+            "labels": labels,
+            "cap": float(config.logit_softcap),
+            "backend": config.kernel_backend,
+        }
+        is_stock = self.loss_function is ForCausalLMLoss
+        if config.fused_linear_cross_entropy and self.training:
+            if not is_stock:
+                raise ValueError(
+                    "fused_linear_cross_entropy computes the cross entropy without logits, which "
+                    "another loss_function needs: set config.fused_linear_cross_entropy = False."
+                )
+            return loss_of_hidden_states(self.lm_head, hidden_states, **common), None
+        logits = self.lm_head(hidden_states)
+        if is_stock:
+            if torch.is_grad_enabled():
+                return loss_of_logits(logits, return_capped=True, **common)
+            return loss_of_logits(logits, **common), self._cap(logits)
+        exact = soft_cap(logits.float(), common["cap"], backend=common["backend"])
+        loss = self.loss_function(
+            logits=exact, labels=labels, vocab_size=config.vocab_size, **kwargs
+        )
+        return loss, exact.to(logits.dtype)
 
 
 # By this table Trainer knows that label smoothing has to shift the labels (it would train on the

@@ -69,4 +69,18 @@ class AtmaCausalLMOutput(_BothCacheNames, CausalLMOutputWithPast):
     diagnostics: tuple[AtmaDiagnostics, ...] | None = None
 
 
-__all__ = ["CACHE_NAME", "AtmaCausalLMOutput", "AtmaDiagnostics", "AtmaModelOutput"]
+def kept_hidden_states(request: bool | int | list[int] | None, count: int) -> set[int]:
+    """Which of `count` hidden states `output_hidden_states` asks for: all, none, or by index."""
+    if request is None or isinstance(request, bool):
+        return set(range(count)) if request else set()
+    indices = [request] if isinstance(request, int) else list(request)
+    return {i % count for i in indices if -count <= i < count}
+
+
+__all__ = [
+    "CACHE_NAME",
+    "AtmaCausalLMOutput",
+    "AtmaDiagnostics",
+    "AtmaModelOutput",
+    "kept_hidden_states",
+]

@@ -29,10 +29,14 @@ class PagePool:
 
     A page id means the same page in every layer. Growing appends a slab of pages to each layer and
     copies nothing. Page 0 is a scratch page: padding is written there and nobody reads it.
+
+    Args:
+        static: whether the pool never grows, so that the addresses of its pages stay.
     """
 
-    def __init__(self, page_size: int):
+    def __init__(self, page_size: int, static: bool = False):
         self.page_size = page_size
+        self.static = static
         self.slab_sizes: list[int] = []
         self.reference_counts: list[int] = []
         self.free_pages: list[int] = []
@@ -84,6 +88,8 @@ class PagePool:
             # Zeros, not empty: a masked weight of 0 times an uninitialised NaN would still be NaN.
             keys.append(torch.zeros(shape, dtype=like.dtype, device=like.device))
             values.append(torch.zeros(shape, dtype=like.dtype, device=like.device))
+            if self.static:
+                mark_static(keys[-1], values[-1])
         return keys, values
 
     def read(self, slabs: list[torch.Tensor], pages: Sequence[int]) -> torch.Tensor:

@@ -22,7 +22,16 @@ setup(
     package_dir={"atma": ".", "atma.kernels": "kernels"},
     install_requires=["torch>=2.8", "transformers>=5.17", "safetensors"],
     extras_require={
-        "train": ["accelerate>=1.1", "datasets", "matplotlib", "rich", "tokenizers"],
+        "train": [
+            "accelerate>=1.1",
+            "datasets",
+            "evaluate",
+            "matplotlib",
+            "pyyaml",
+            "rich",
+            "tensorboard",
+            "tokenizers",
+        ],
         "peft": ["peft"],
         "test": [
             "accelerate>=1.1",
@@ -37,14 +46,22 @@ setup(
             "ruff",
             "triton==3.6.0; platform_system == 'Linux'",
         ],
+        "notebooks": ["ipykernel", "nbclient", "nbformat"],
         # Other people's code that judges the model, in the versions that were tried.
         "ecosystem": [
+            "bitsandbytes==0.50.2",
+            "deepspeed==0.19.8",
+            "einops",
+            "fastapi",
+            "fla-core==0.6.0",
             "lm_eval==0.4.13",
+            "openai",
             "parameterized",
             "peft==0.21.2",
             "setuptools",
             "torchao==0.18.0",
             "trl==1.16.0",
+            "uvicorn",
         ],
     },
 )

@@ -2,19 +2,24 @@
 # Licensed under the Apache License, Version 2.0; see the file LICENSE.
 """What all operations share: which implementation runs, and in which precision it computes."""
 
+import warnings
+
 import torch
 
 try:
     import triton
 except ImportError:  # the torch paths need none
-    INTERPRETED = False
+    triton, INTERPRETED = None, False
 else:
     # Triton's interpreter runs kernels on the host; a kernel is bound to it when it is decorated.
     INTERPRETED = triton.knobs.runtime.interpret
 
-__all__ = ["BACKENDS", "choose_backend", "compute_dtype", "without_autocast"]
+__all__ = ["BACKENDS", "WORTH_A_KERNEL", "choose_backend", "compute_dtype", "without_autocast"]
 
 BACKENDS = ("auto", "triton", "torch")
+# Elements from which on "auto" takes a kernel where torch has one or two of its own: below, the
+# launch from Python costs more than the passes over memory that it saves.
+WORTH_A_KERNEL = 2**24
 
 
 def choose_backend(
@@ -33,6 +38,8 @@ def choose_backend(
 
     Raises:
         ValueError: for an unknown name, and for `"triton"` where it cannot run.
+
+    Warns once if a CUDA device has to do without Triton.
     """
     if backend not in BACKENDS:
         names = ", ".join(repr(name) for name in BACKENDS)
@@ -47,6 +54,13 @@ def choose_backend(
             reason = f"cannot run on the device {tensor.device}"
         raise ValueError(
             f"The Triton implementation of {operation} {reason}: use backend='auto' or 'torch'."
+        )
+    is_slow = backend == "auto" and tensor.is_cuda and triton is None
+    if is_slow and not torch.compiler.is_compiling():
+        warnings.warn(
+            "Triton is not installed: ATMA's operations run in plain PyTorch on the GPU, many "
+            "times slower. Install the package triton, or set kernel_backend='torch' if meant.",
+            stacklevel=1,  # of this line, so that it is said once for all operations
         )
     return "torch"
 

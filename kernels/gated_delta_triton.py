@@ -75,6 +75,7 @@ class GatedDeltaFunction(torch.autograd.Function):
         ctx.save_for_backward(query, key, value, cu_seqlens, lengths, *kept)
         ctx.initial_dtype = None if initial_state is None else initial_state.dtype
         ctx.gate_dtypes = retention.dtype, write.dtype
+        ctx.has_final_state = rest[-1]
         ctx.set_materialize_grads(False)
         return read, final_state
 
@@ -83,6 +84,9 @@ class GatedDeltaFunction(torch.autograd.Function):
         query, key, value, *rest = ctx.saved_tensors
         if read_gradient is None:
             read_gradient = torch.zeros_like(query)
+        if not ctx.has_final_state:
+            # An empty tensor, where the compiler made a gradient of what nobody used.
+            final_gradient = None
         needs_initial = ctx.needs_input_grad[5]
         dq, dk, dv, d_retention, d_write, d_initial = gated_delta_bwd_op(
             query, key, value, read_gradient, final_gradient, *rest, needs_initial

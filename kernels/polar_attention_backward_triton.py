@@ -1,13 +1,15 @@
 # Copyright 2026 The ATMA team.
 # Licensed under the Apache License, Version 2.0; see the file LICENSE.
-"""Polar attention in Triton: the backward, three kernels without atomics.
+"""Polar attention in Triton: the backward, four kernels without atomics.
 
 The first works row by row. It finds what the gradients of the outputs mean for a row: the gradient
 `content` of the mean of the values, and two numbers for the magnitude's share, so that
 da_j = p_j (content.v_j + linear - quadratic p_j), and leaves them for the others. It also sums over
 its rows what the null's value and the scalars receive. The second walks over the keys of a tile of
 queries and gives dq, the third over the queries of a tile of keys, all heads of the group in turn,
-and gives dk and dv.
+and gives dk and dv. Both take da_j times the row's rate temp log2(e) / sqrt(D), with which it leads
+on to queries and keys. The last adds up, in a fixed order, what the programs of the first two found
+for the null's value and the scalars.
 """
 
 import torch
@@ -20,6 +22,7 @@ except ImportError as error:
     raise ImportError("The Triton path of polar attention needs the package triton.") from error
 
 from .operators import define_operator
+from .polar_attention_tiles import choose_tile
 from .polar_attention_triton import (
     LN2,
     LOG2E,
@@ -27,7 +30,6 @@ from .polar_attention_triton import (
     NO_LIMIT,
     PARTS,
     Problem,
-    choose_tile,
     document_of,
     key_range,
     length_terms,
@@ -41,8 +43,8 @@ from .polar_attention_triton import (
 
 __all__ = ["polar_bwd", "polar_bwd_op"]
 
-# Rows that a program of the first kernel takes, and how many at a time.
-ROWS, ROWS_AT_ONCE = 128, 32
+# Rows that a program of the first kernel takes, and how many at a time: few, for want of registers.
+ROWS, ROWS_AT_ONCE = 128, 16
 
 
 @triton.jit(do_not_specialize=[
@@ -52,7 +54,7 @@ ROWS, ROWS_AT_ONCE = 128, 32
 def polar_attention_bwd_row_kernel(
     p_null, p_gain, p_base, p_slope, p_magnitude_gain, p_cu_seqlens, p_query_start,
     p_c, p_rest, p_norm, p_l1, p_log_n_eff, p_gc, p_gm, p_unit,
-    p_content, p_row_terms, p_null_sums, p_sums,
+    p_content, p_row_terms, p_sums,
     B, T, S, num_documents, search_steps, offset, window, scale,
     row_length, s_gb, s_gt, s_gh, s_mb, s_mt, s_mh,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, ALIGN: tl.constexpr,
@@ -152,18 +154,18 @@ def polar_attention_bwd_row_kernel(
         terms = (b64 * H + i_h) * row_length + o_t
         plane = B.to(tl.int64) * H * row_length
         m_t = o_t < row_length
-        tl.store(p_row_terms + terms, temp * (scale * LOG2E), m_t)
+        rate = temp * (scale * LOG2E)
+        tl.store(p_row_terms + terms, rate, m_t)
         tl.store(p_row_terms + plane + terms, b_l1, m_t)
-        tl.store(p_row_terms + 2 * plane + terms, linear, m_t)
-        tl.store(p_row_terms + 3 * plane + terms, quadratic, m_t)
+        tl.store(p_row_terms + 2 * plane + terms, rate * linear, m_t)
+        tl.store(p_row_terms + 3 * plane + terms, rate * quadratic, m_t)
 
-    tl.store(p_null_sums + tl.program_id(0).to(tl.int64) * D + o_d, g_null_value, m_d)
-    num_programs = tl.num_programs(0)
-    p_sums += tl.program_id(0)
-    tl.store(p_sums, tl.sum(g_temp, 0) * tl.sigmoid(raw_length_gain))
-    tl.store(p_sums + num_programs, tl.sum(g_null, 0))
-    tl.store(p_sums + 2 * num_programs, tl.sum(g_slope, 0) * tl.sigmoid(raw_null_slope))
-    tl.store(p_sums + 3 * num_programs, tl.sum(g_gain, 0) * tl.sigmoid(raw_gain))
+    p_sums += tl.program_id(0).to(tl.int64) * (D + 4)
+    tl.store(p_sums + o_d, g_null_value, m_d)
+    tl.store(p_sums + D, tl.sum(g_temp, 0) * tl.sigmoid(raw_length_gain))
+    tl.store(p_sums + D + 1, tl.sum(g_null, 0))
+    tl.store(p_sums + D + 2, tl.sum(g_slope, 0) * tl.sigmoid(raw_null_slope))
+    tl.store(p_sums + D + 3, tl.sum(g_gain, 0) * tl.sigmoid(raw_gain))
 
 
 @triton.jit
@@ -173,8 +175,7 @@ def _row_terms(
 ):  # fmt: skip
     """Planes i_plane and i_plane + 1 of the row terms for rows [row, row + BM) of one head."""
     if TMA:
-        b_x = x.load([i_plane, i_b, i_h, row]).reshape(BM)
-        b_y = x.load([i_plane + 1, i_b, i_h, row]).reshape(BM)
+        b_x, b_y = tl.split(tl.trans(x.load([i_plane, i_b, i_h, row]).reshape(2, BM)))
     else:
         o_t = row + tl.arange(0, BM)
         m_t = o_t < row_length
@@ -232,14 +233,14 @@ def polar_attention_bwd_query_kernel(
             o_n = j + tl.arange(0, BN)
             m_s = (b_first[:, None] <= o_n[None, :]) & (o_n[None, :] <= b_last[:, None])
             b_p = tl.where(m_s, b_p, 0.0)
-        # A difference: a sum would become the product's start value, and the product wait for p.
-        b_da = b_p * (b_dp - (b_quadratic[:, None] * b_p - b_linear[:, None]))
+        b_da = b_p * (b_dp * b_rate[:, None] - (b_quadratic[:, None] * b_p - b_linear[:, None]))
         b_moment += partial_sums(b_da * b_x)
         b_acc = tl.dot(b_da.to(b_k.dtype), b_k, b_acc, input_precision="ieee")
 
-    # The keys' part of dtemp ln n, in logarithms to base 2; the rate is temp log2(e) / sqrt(D).
+    # The keys' part of dtemp ln n, in logarithms to base 2.
     log_count, _ = length_terms(b_count)
-    g_temp = tl.sum(tl.where(m_t, tl.sum(b_moment, 1) / b_rate * log_count, 0.0), 0)
+    b_moment = tl.sum(b_moment, 1) / (b_rate * b_rate)
+    g_temp = tl.sum(tl.where(m_t, b_moment * log_count, 0.0), 0)
     length_gain = tl.load(p_gain + i_h).to(tl.float32)
     tl.store(p_moments + tl.program_id(0), g_temp * scale * tl.sigmoid(length_gain))
     o_d = tl.arange(0, BD)
@@ -247,8 +248,8 @@ def polar_attention_bwd_query_kernel(
     unit = 1.0
     if SCALED:
         unit = tl.load(p_unit)
-    b_acc *= (b_rate * (unit * LN2))[:, None]
-    tl.store(p_dq + o_td, b_acc, m_t[:, None] & (o_d < D)[None, :])
+    # The rate carries log2(e) too many.
+    tl.store(p_dq + o_td, b_acc * (unit * LN2), m_t[:, None] & (o_d < D)[None, :])
 
 
 @triton.jit(do_not_specialize=[
@@ -315,57 +316,52 @@ def polar_attention_bwd_key_kernel(
         b_dp = tl.dot(b_v, tl.trans(b_content), input_precision="ieee")
         # Read here and not earlier, for the sake of registers.
         b_linear, b_quadratic = _row_terms(p_row_terms, 2, i_b, i_h, i_t, B, row_length, H, BM, TMA)
-        b_da = b_p * b_rate[None, :] * (b_dp - (b_quadratic[None, :] * b_p - b_linear[None, :]))
+        b_da = b_p * (b_dp * b_rate[None, :] - (b_quadratic[None, :] * b_p - b_linear[None, :]))
         b_dk = tl.dot(b_da.to(b_q.dtype), b_q, b_dk, input_precision="ieee")
 
     unit = 1.0
     if SCALED:
         unit = tl.load(p_unit)
     o_kv = ((i_b.to(tl.int64) * S + o_n) * G + i_g)[:, None] * D + o_d[None, :]
-    # The rate carries temp / sqrt(D), and log2(e) too many.
     tl.store(p_dk + o_kv, b_dk * (unit * LN2), m_nd)
     tl.store(p_dv + o_kv, b_dv * unit, m_nd)
 
 
-# As for the forward: queries, keys, warps, stages.
-QUERY_TILES = {
-    (8, 0): {
-        (2, 16): (64, 64, 4, 2),
-        (2, 32): (64, 64, 4, 2),
-        (2, 64): (64, 64, 4, 2),
-        (2, 128): (64, 64, 8, 2),
-        (2, 256): (64, 32, 8, 1),
-        (4, 16): (32, 32, 4, 2),
-        (4, 32): (32, 32, 4, 2),
-        (4, 64): (32, 32, 4, 2),
-        (4, 128): (32, 32, 4, 2),
-        (4, 256): (32, 16, 4, 1),
-    },
-    (9, 0): {
-        (2, 64): (128, 64, 8, 3),
-        (2, 128): (128, 64, 8, 3),
-        (2, 256): (128, 32, 8, 2),
-    },
-}
-KEY_TILES = {
-    (8, 0): {
-        (2, 16): (64, 64, 4, 2),
-        (2, 32): (64, 64, 4, 2),
-        (2, 64): (64, 64, 4, 2),
-        (2, 128): (32, 128, 8, 2),
-        (2, 256): (32, 64, 8, 1),
-        (4, 16): (32, 32, 4, 2),
-        (4, 32): (32, 32, 4, 2),
-        (4, 64): (32, 32, 4, 2),
-        (4, 128): (32, 32, 4, 2),
-        (4, 256): (16, 32, 4, 1),
-    },
-    (9, 0): {
-        (2, 64): (64, 128, 8, 3),
-        (2, 128): (64, 128, 8, 3),
-        (2, 256): (32, 64, 8, 3),
-    },
-}
+# What a program of the last kernel adds up: columns of the first kernel's sums, and rows at a time.
+SUM_COLUMNS, SUM_ROWS = 32, 64
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_moments"])
+def polar_attention_bwd_sum_kernel(
+    p_sums, p_moments, p_unit, p_null_value, p_gain, p_base, p_slope, p_magnitude_gain,
+    num_rows, num_moments,
+    H: tl.constexpr, D: tl.constexpr, SCALED: tl.constexpr, BC: tl.constexpr, BR: tl.constexpr,
+):  # fmt: skip
+    """Sums [num_rows, H, D + 4] over the rows; the first of the last four is joined by moments
+    [num_moments, H]."""
+    i_h = tl.program_id(0) % H
+    o_c = tl.program_id(0) // H * BC + tl.arange(0, BC)
+    o_r = tl.arange(0, BR)
+    p_block = p_sums + i_h * (D + 4) + o_c[None, :]
+    b_sum = tl.zeros([BR, BC], tl.float32)
+    for i in range(0, num_rows, BR):
+        rows = (i + o_r)[:, None]
+        offsets = rows.to(tl.int64) * (H * (D + 4))
+        b_sum += tl.load(p_block + offsets, (rows < num_rows) & (o_c < D + 4)[None, :], 0.0)
+    b_sum = tl.sum(b_sum, 0)
+    if (tl.min(o_c) <= D) & (tl.max(o_c) >= D):
+        b_moment = tl.zeros([BR], tl.float32)
+        for i in range(0, num_moments, BR):
+            b_moment += tl.load(p_moments + (i + o_r) * H + i_h, i + o_r < num_moments, 0.0)
+        b_sum += tl.where(o_c == D, tl.sum(b_moment, 0), 0.0)
+    if SCALED:
+        b_sum *= tl.load(p_unit)
+    tl.store(p_null_value + i_h * D + o_c, b_sum, o_c < D)
+    one = tl.zeros_like(o_c) + i_h
+    tl.store(p_gain + one, b_sum, o_c == D)
+    tl.store(p_base + one, b_sum, o_c == D + 1)
+    tl.store(p_slope + one, b_sum, o_c == D + 2)
+    tl.store(p_magnitude_gain + one, b_sum, o_c == D + 3)
 
 
 def _gradient_unit(grad_direction: torch.Tensor, grad_magnitude: torch.Tensor):
@@ -402,89 +398,80 @@ def polar_bwd(
     """The backward, from the arguments and the results of `polar_fwd`.
 
     Returns:
-        The gradients of query, key and value in their dtypes; in fp32 that of null_value, [H, D],
-        and those of length_gain, null_base, null_slope and magnitude_gain, [4, H].
+        The gradients of query, key, value, null_value, length_gain, null_base, null_slope and
+        magnitude_gain, contiguous, each in the dtype of its input.
     """
-    query, key, value = (rows_contiguous(x) for x in (query, key, value))
+    inputs = (query, key, value, null_value, length_gain, null_base, null_slope, magnitude_gain)
+    gradients = tuple(_empty_like(x) for x in inputs)
+    if query.numel() == 0:
+        return tuple(x.zero_() for x in gradients)
+    query, key, value = rows_contiguous(query), rows_contiguous(key), rows_contiguous(value)
     grad_direction, direction = rows_contiguous(grad_direction), direction.contiguous()
     problem = Problem(query, key, cu_seqlens, query_start, window)
-    B, T, H, D = query.shape
-    S, G = key.shape[1:3]
-    grad_query = query.new_empty(query.shape)
-    grad_key, grad_value = key.new_empty(key.shape), value.new_empty(value.shape)
-    parameters = (null_value, length_gain, null_base, null_slope, magnitude_gain)
-    null_value, length_gain, null_base, null_slope, magnitude_gain = (
-        x.contiguous() for x in parameters
-    )
-    fp32 = {"dtype": torch.float32, "device": query.device}
-    if grad_query.numel() == 0:
-        grad_parameters = torch.zeros(H, D, **fp32), torch.zeros(4, H, **fp32)
-        return grad_query, grad_key.zero_(), grad_value.zero_(), *grad_parameters
+    B, T, H, D = problem.B, problem.T, problem.H, problem.D
+    sizes = problem.sizes()
+    length_gain = length_gain.contiguous()
     content = query.new_empty(query.shape)
     # The copy engine needs rows of a multiple of 16 bytes.
     row_length = triton.cdiv(T, 4) * 4
-    row_terms = torch.empty(4, B, H, row_length, **fp32)
+    row_terms = query.new_empty(4, B, H, row_length, dtype=torch.float32)
     unit = _gradient_unit(grad_direction, grad_magnitude)
-    num_tiles = triton.cdiv(T, ROWS)
-    null_sums = torch.empty(num_tiles * B, H, D, **fp32)
-    sums = torch.empty(4, num_tiles * B, H, **fp32)
+    num_rows = triton.cdiv(T, ROWS) * B
+    sums = query.new_empty(num_rows * H * (D + 4), dtype=torch.float32)
     with torch.cuda.device_of(query):
-        polar_attention_bwd_row_kernel[(num_tiles * B * H,)](
-            null_value, length_gain, null_base, null_slope, magnitude_gain,
-            problem.cu_seqlens, problem.query_start,
+        strides = (*grad_direction.stride()[:3], *grad_magnitude.stride())
+        polar_attention_bwd_row_kernel[(num_rows * H,)](
+            null_value.contiguous(), length_gain, null_base.contiguous(), null_slope.contiguous(),
+            magnitude_gain.contiguous(), problem.cu_seqlens, problem.query_start,
             direction, rest, norm, l1, log_n_eff, grad_direction, grad_magnitude, unit,
-            content, row_terms, null_sums, sums,
-            *problem.sizes(), problem.D**-0.5, row_length,
-            *grad_direction.stride()[:3], *grad_magnitude.stride(),
-            **problem.constants(grad_direction), REST=rest.numel() > 0, SCALED=unit is not None,
+            content, row_terms, sums,
+            *sizes, D**-0.5, row_length, *strides,
+            **problem.constants(*strides[:3]), REST=rest.numel() > 0, SCALED=unit is not None,
             ROWS=ROWS, BM=ROWS_AT_ONCE,
         )  # fmt: skip
 
-        strides = [s for x in (query, key, value, content) for s in x.stride()[:3]]
-        constants = problem.constants(query, key, value) | {"SCALED": unit is not None}
-        size = query.element_size() * problem.BD
-        BM, BN, warps, stages = choose_tile(
-            QUERY_TILES, query, problem.BD, lambda t: (2 * t[0] + 2 * t[3] * t[1]) * size
-        )
-        num_tiles = triton.cdiv(T, BM)
-        moments = torch.empty(num_tiles * B, H, **fp32)
+        strides = (*query.stride()[:3], *key.stride()[:3], *value.stride()[:3])
+        constants = problem.constants(*strides)
+        constants["SCALED"] = unit is not None
+        strides += content.stride()[:3]
+        BM, BN, warps, stages = choose_tile("query", query, problem.BD)
+        num_moments = triton.cdiv(T, BM) * B
+        moments = query.new_empty(num_moments * H, dtype=torch.float32)
         (keys, values), tma = streamed([key, value], BN, problem.BD)
-        polar_attention_bwd_query_kernel[(num_tiles * B * H,)](
+        polar_attention_bwd_query_kernel[(num_moments * H,)](
             query, keys, values, length_gain, problem.cu_seqlens, problem.query_start,
-            unit, content, row_terms, grad_query, moments,
-            *problem.sizes(), problem.D**-0.5, row_length, *strides, **constants, TMA=tma,
+            unit, content, row_terms, gradients[0], moments,
+            *sizes, D**-0.5, row_length, *strides, **constants, TMA=tma,
             BM=BM, BN=BN, num_warps=warps, num_stages=stages,
         )  # fmt: skip
 
-        BM, BN, warps, stages = choose_tile(
-            KEY_TILES, query, problem.BD, lambda t: (2 * t[1] + 2 * t[3] * t[0]) * size
-        )
+        BM, BN, warps, stages = choose_tile("key", query, problem.BD)
         (queries, contents), tma = streamed([query, content], BM, problem.BD)
         terms = row_terms
         if tma:
-            terms = TensorDescriptor.from_tensor(row_terms, [1, 1, 1, BM])
-        polar_attention_bwd_key_kernel[(triton.cdiv(S, BN) * B * G,)](
+            terms = TensorDescriptor.from_tensor(row_terms, [2, 1, 1, BM])
+        polar_attention_bwd_key_kernel[(triton.cdiv(problem.S, BN) * B * problem.G,)](
             queries, key, value, problem.cu_seqlens, problem.query_start,
-            unit, contents, terms, grad_key, grad_value,
-            *problem.sizes(), row_length, *strides, **constants, TMA=tma,
+            unit, contents, terms, gradients[1], gradients[2],
+            *sizes, row_length, *strides, **constants, TMA=tma,
             BM=BM, BN=BN, num_warps=warps, num_stages=stages,
         )  # fmt: skip
-    grad_null_value, grad_scalars = null_sums.sum(0), sums.sum(1)
-    grad_scalars[0] += moments.sum(0)
-    if unit is not None:
-        grad_null_value *= unit
-        grad_scalars *= unit
-    return grad_query, grad_key, grad_value, grad_null_value, grad_scalars
+
+        polar_attention_bwd_sum_kernel[(triton.cdiv(D + 4, SUM_COLUMNS) * H,)](
+            sums, moments, unit, *gradients[3:], num_rows, num_moments,
+            H=H, D=D, SCALED=unit is not None, BC=SUM_COLUMNS, BR=SUM_ROWS,
+        )  # fmt: skip
+    return gradients
+
+
+def _empty_like(x: torch.Tensor) -> torch.Tensor:
+    """Contiguous, whatever the strides of `x`."""
+    return x.new_empty(x.shape)
 
 
 def _fake_polar_bwd(grad_direction, grad_magnitude, *inputs):
     """Empty tensors like those of `polar_bwd`."""
-    query, null_value = inputs[0], inputs[3]
-    return (
-        *(x.new_empty(x.shape) for x in inputs[:3]),
-        query.new_empty(null_value.shape, dtype=torch.float32),
-        query.new_empty(4, query.shape[2], dtype=torch.float32),
-    )
+    return tuple(_empty_like(x) for x in inputs[:8])
 
 
 polar_bwd_op = define_operator(
@@ -493,7 +480,7 @@ polar_bwd_op = define_operator(
     "Tensor value, Tensor null_value, Tensor length_gain, Tensor null_base, Tensor null_slope, "
     "Tensor magnitude_gain, Tensor? cu_seqlens, Tensor? query_start, int? window, "
     "Tensor direction, Tensor norm, Tensor l1, Tensor log_n_eff, Tensor rest) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     polar_bwd,
     _fake_polar_bwd,
 )

@@ -12,9 +12,6 @@ Tokens, heads and dimensions are named as everywhere: query [B, T, H, D], key an
 and `i_` the index of a program; BM rows of queries, BN keys, BD the power of two that holds D.
 """
 
-import functools
-from collections.abc import Callable
-
 import torch
 
 try:
@@ -25,6 +22,7 @@ except ImportError as error:
     raise ImportError("The Triton path of polar attention needs the package triton.") from error
 
 from .operators import define_operator
+from .polar_attention_tiles import choose_tile, device_limits
 
 __all__ = [
     "LN2",
@@ -33,7 +31,6 @@ __all__ = [
     "NO_LIMIT",
     "PARTS",
     "Problem",
-    "choose_tile",
     "document_of",
     "key_range",
     "length_terms",
@@ -258,73 +255,6 @@ def tanh(x):
     return tl.where(x < 0.1, small, (1 - e) / (1 + e))
 
 
-# Tiles by compute capability, then by (bytes of an element, BD): queries, keys, warps, stages.
-# A device that is not listed takes the row of the closest older one.
-FORWARD_TILES = {
-    (8, 0): {
-        (2, 16): (128, 64, 4, 3),
-        (2, 32): (128, 64, 4, 3),
-        (2, 64): (128, 64, 4, 3),
-        (2, 128): (128, 64, 8, 3),
-        (2, 256): (128, 32, 8, 2),
-        (4, 16): (64, 32, 4, 2),
-        (4, 32): (64, 32, 4, 2),
-        (4, 64): (64, 32, 4, 2),
-        (4, 128): (32, 32, 4, 2),
-        (4, 256): (32, 16, 4, 2),
-    },
-    (9, 0): {
-        (2, 64): (128, 128, 8, 3),
-        (2, 128): (64, 64, 4, 3),  # two programs share a multiprocessor
-        (2, 256): (128, 64, 8, 2),
-    },
-}
-
-
-@functools.lru_cache
-def _device_limits(index: int | None) -> tuple[tuple[int, int], int]:
-    """Compute capability and the bytes of shared memory that one program may use."""
-    if index is None:
-        # The interpreter: small tiles, so that short rows take several.
-        return (0, 0), 2**20
-    properties = torch.cuda.get_device_properties(index)
-    return (properties.major, properties.minor), properties.shared_memory_per_block_optin
-
-
-def choose_tile(
-    tiles: dict, x: torch.Tensor, block_dim: int, shared_memory: Callable[[tuple], int]
-) -> tuple[int, int, int, int]:
-    """The tile of a table for the device of `x`, smaller where its shared memory does not suffice.
-
-    Args:
-        tiles: by compute capability, then by (bytes of an element, BD).
-        x: an input.
-        block_dim: BD.
-        shared_memory: gives the bytes that a tile needs.
-
-    Returns:
-        (queries, keys, warps, stages).
-    """
-    capability, limit = _device_limits(x.device.index if x.is_cuda else None)
-    if capability == (0, 0):
-        return (32, 32, 4, 1)
-    entry = None
-    for known in sorted(tiles):
-        if entry is None or known <= capability:
-            entry = tiles[known].get((x.element_size(), block_dim), entry)
-    tile = entry
-    while shared_memory(tile) > limit:
-        queries, keys, warps, stages = tile
-        if stages > 1:
-            tile = (queries, keys, warps, stages - 1)
-        elif max(queries, keys) > 16:
-            halves = (queries // 2, keys) if queries >= keys else (queries, keys // 2)
-            tile = (*halves, warps, stages)
-        else:
-            break
-    return tile
-
-
 def serves(head_dim: int, dtype: torch.dtype) -> bool:
     """Whether the kernels take this head size and this dtype of query, key and value."""
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
@@ -336,13 +266,18 @@ class Problem:
 
     def __init__(self, query, key, cu_seqlens, query_start, window):
         self.B, self.T, self.H, self.D = query.shape
-        self.S, self.G = key.shape[1], key.shape[2]
+        _, self.S, self.G, _ = key.shape
         self.BD = max(triton.next_power_of_2(self.D), 16)
         self.cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
         self.query_start = None if query_start is None else query_start.contiguous()
         self.num_documents = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
         self.offset = 0 if cu_seqlens is not None else self.S - self.T
         self.window = NO_WINDOW if window is None else min(window, NO_WINDOW)
+
+    @property
+    def reach(self) -> int:
+        """About the most keys that a query sees."""
+        return min(self.S // max(self.num_documents, 1), self.window)
 
     def sizes(self) -> tuple:
         """B, T, S, num_documents, search_steps, offset, window."""
@@ -356,15 +291,14 @@ class Problem:
             self.window,
         )
 
-    def constants(self, *strided: torch.Tensor) -> dict:
-        """What kernels are compiled for; the strides of `strided` are multiples of ALIGN."""
-        strides = [s for x in strided for s in x.stride()[:3]]
+    def constants(self, *strides: int) -> dict:
+        """What kernels are compiled for; the strides are multiples of ALIGN."""
         return {
             "H": self.H,
             "G": self.G,
             "D": self.D,
             "BD": self.BD,
-            "ALIGN": 8 if all(s % 8 == 0 for s in strides) else 1,
+            "ALIGN": 1 if any([s % 8 for s in strides]) else 8,
             "PACKED": self.cu_seqlens is not None,
             "STARTS": self.query_start is not None,
         }
@@ -377,28 +311,21 @@ def streamed(tensors: list[torch.Tensor], rows: int, block_dim: int) -> tuple[li
         Descriptors and True, where the copy engine of the device (from Hopper on) takes them all;
         else the tensors and False.
     """
-    takes = all(
-        x.is_cuda
-        and x.numel() > 0
-        and x.data_ptr() % 16 == 0
-        and all(
-            n == 1 or (s > 0 and s * x.element_size() % 16 == 0)
-            for n, s in zip(x.shape[:3], x.stride()[:3], strict=True)
-        )
-        for x in tensors
-    )
-    if not takes or _device_limits(tensors[0].device.index)[0] < (9, 0):
+    if not tensors[0].is_cuda or device_limits(tensors[0].device.index)[0] < (9, 0):
         return tensors, False
-    # The stride of a dimension of one element does not matter, but has to be well-formed.
-    strides = [
-        [s if n > 1 else 16 for n, s in zip(x.shape[:3], x.stride()[:3], strict=True)] + [1]
-        for x in tensors
-    ]
-    block = [1, rows, 1, block_dim]
-    return [
-        TensorDescriptor(x, list(x.shape), stride, block)
-        for x, stride in zip(tensors, strides, strict=True)
-    ], True
+    block, descriptors = [1, rows, 1, block_dim], []
+    for x in tensors:
+        shape, strides, aligned = x.shape, [], 16 // x.element_size()
+        for n, s in zip(shape[:3], x.stride(), strict=False):
+            if n == 1:  # this stride does not matter, but has to be well-formed
+                s = aligned
+            elif n == 0 or s <= 0 or s % aligned:
+                return tensors, False
+            strides.append(s)
+        if x.data_ptr() % 16:
+            return tensors, False
+        descriptors.append(TensorDescriptor(x, list(shape), [*strides, 1], block))
+    return descriptors, True
 
 
 def rows_contiguous(x: torch.Tensor) -> torch.Tensor:
@@ -427,50 +354,43 @@ def polar_fwd(
         the norm |s|, l1 in base 2, and log2 n_eff; and `rest`, int8: if `for_backward` in bf16,
         what rounding took from the direction, [B, T, H, D], else empty.
     """
-    query, key, value = (rows_contiguous(x) for x in (query, key, value))
-    problem = Problem(query, key, cu_seqlens, query_start, window)
-    B, T, H, _ = query.shape
-    direction = query.new_empty(query.shape)
-    magnitude = query.new_empty(B, T, H)
-    norm, l1, log_n_eff = (
-        torch.empty(B, H, T, dtype=torch.float32, device=query.device) for _ in range(3)
-    )
-    has_rest = for_backward and query.dtype == torch.bfloat16
-    rest = torch.empty(query.shape if has_rest else 0, dtype=torch.int8, device=query.device)
-    outputs = (direction, magnitude, norm, l1, log_n_eff, rest)
+    outputs = _empty_outputs(query, for_backward)
+    direction, magnitude, norm, l1, log_n_eff, rest = outputs
     if direction.numel() == 0:
         return outputs
-
-    def shared_memory(tile):
-        queries, keys, _, stages = tile
-        return (queries + 2 * stages * keys) * problem.BD * query.element_size()
-
-    BM, BN, warps, stages = choose_tile(FORWARD_TILES, query, problem.BD, shared_memory)
+    query, key, value = rows_contiguous(query), rows_contiguous(key), rows_contiguous(value)
+    problem = Problem(query, key, cu_seqlens, query_start, window)
+    BM, BN, warps, stages = choose_tile("forward", query, problem.BD, problem.reach)
     (keys, values), tma = streamed([key, value], BN, problem.BD)
+    strides = (*query.stride()[:3], *key.stride()[:3], *value.stride()[:3])
     with torch.cuda.device_of(query):
-        polar_attention_fwd_kernel[(triton.cdiv(T, BM) * B * H,)](
+        polar_attention_fwd_kernel[(triton.cdiv(problem.T, BM) * problem.B * problem.H,)](
             query, keys, values, null_value.contiguous(), length_gain.contiguous(),
             null_base.contiguous(), null_slope.contiguous(), magnitude_gain.contiguous(),
             problem.cu_seqlens, problem.query_start,
             direction, rest, magnitude, norm, l1, log_n_eff,
-            *problem.sizes(), problem.D**-0.5,
-            *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
-            **problem.constants(query, key, value),
-            REST=has_rest, TMA=tma, BM=BM, BN=BN, num_warps=warps, num_stages=stages,
+            *problem.sizes(), problem.D**-0.5, *strides, **problem.constants(*strides),
+            REST=rest.numel() > 0, TMA=tma, BM=BM, BN=BN, num_warps=warps, num_stages=stages,
         )  # fmt: skip
     return outputs
 
 
-def _fake_polar_fwd(query, key, value, *rest):
-    """Empty tensors like those of `polar_fwd`."""
+def _empty_outputs(query: torch.Tensor, for_backward: bool) -> tuple[torch.Tensor, ...]:
     B, T, H, _ = query.shape
-    has_rest = rest[-1] and query.dtype == torch.bfloat16
+    has_rest = for_backward and query.dtype == torch.bfloat16
     return (
         query.new_empty(query.shape),
         query.new_empty(B, T, H),
-        *(query.new_empty(B, H, T, dtype=torch.float32) for _ in range(3)),
+        query.new_empty(B, H, T, dtype=torch.float32),
+        query.new_empty(B, H, T, dtype=torch.float32),
+        query.new_empty(B, H, T, dtype=torch.float32),
         query.new_empty(query.shape if has_rest else 0, dtype=torch.int8),
     )
+
+
+def _fake_polar_fwd(query, *rest):
+    """Empty tensors like those of `polar_fwd`."""
+    return _empty_outputs(query, rest[-1])
 
 
 polar_fwd_op = define_operator(

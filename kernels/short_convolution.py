@@ -15,11 +15,13 @@ from .backend import choose_backend, compute_dtype
 from .documents import positions_in_document
 
 try:
+    from .canon_convolution_triton import CanonConvolutionFunction
     from .short_convolution_triton import CausalConv1dFunction, supports_convolution
 except ImportError:  # no Triton here: the torch path serves every device
     CausalConv1dFunction = None
 
 __all__ = [
+    "canon_convolution",
     "causal_conv1d",
     "causal_conv1d_reference",
     "gated_causal_conv1d",
@@ -57,8 +59,50 @@ def causal_conv1d(
     """
     _check_inputs(x, weight, initial_state, cu_seqlens)
     if choose_backend(backend, x, "causal_conv1d", _has_triton(x, weight)) == "triton":
-        return CausalConv1dFunction.apply(x, weight, initial_state, cu_seqlens, residual, False)[0]
+        options = residual, False, False
+        return CausalConv1dFunction.apply(x, weight, initial_state, cu_seqlens, *options)[0]
     return _convolve(x, weight, initial_state, cu_seqlens, residual).to(x.dtype)
+
+
+def canon_convolution(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    query_weight: torch.Tensor,
+    key_weight: torch.Tensor,
+    value_weight: torch.Tensor,
+    *,
+    initial_states: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """y + conv(y) of three streams at once: `causal_conv1d` of each, with the residual.
+
+    Args:
+        query, key, value: [B, T, C], each with its own number of channels.
+        query_weight, key_weight, value_weight: [C, K].
+        initial_states: of each stream, [B, K - 1, C].
+        cu_seqlens, backend: as in `causal_conv1d`.
+
+    Returns:
+        Three tensors, each of the shape and dtype of its stream.
+
+    Raises:
+        ValueError: as `causal_conv1d`.
+    """
+    streams, weights = (query, key, value), (query_weight, key_weight, value_weight)
+    states = (None,) * 3 if initial_states is None else initial_states
+    for x, weight, state in zip(streams, weights, states, strict=True):
+        _check_inputs(x, weight, state, cu_seqlens)
+    has_triton = all(_has_triton(x, weight) for x, weight in zip(streams, weights, strict=True))
+    if choose_backend(backend, query, "canon_convolution", has_triton) == "triton":
+        return CanonConvolutionFunction.apply(
+            *streams, *weights, cu_seqlens, *(initial_states or ())
+        )
+    return tuple(
+        _convolve(x, weight, state, cu_seqlens, residual=True).to(x.dtype)
+        for x, weight, state in zip(streams, weights, states, strict=True)
+    )
 
 
 def causal_conv1d_reference(
@@ -95,17 +139,19 @@ def gated_causal_conv1d(
     *,
     initial_state: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
+    return_input: bool = True,
     backend: str = "auto",
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The core of the gated short convolution: y = c * conv(b * h), with b, c, h = projected.
 
     Args:
         projected: [B, T, 3 C], the thirds b, c and h.
         weight, initial_state, cu_seqlens, backend: as in `causal_conv1d`; the state holds earlier
             values of b * h.
+        return_input: whether the input of the convolution is wanted.
 
     Returns:
-        y and the convolution's input b * h, both [B, T, C] in the dtype of `projected`. The
+        y and the convolution's input b * h (or None), [B, T, C] in the dtype of `projected`. The
         input is rounded to that dtype before the convolution, as a state in that dtype will be.
 
     Raises:
@@ -115,10 +161,13 @@ def gated_causal_conv1d(
     _check_inputs(b, weight, initial_state, cu_seqlens)
     has_triton = _has_triton(projected, weight)
     if choose_backend(backend, projected, "gated_causal_conv1d", has_triton) == "triton":
-        return CausalConv1dFunction.apply(projected, weight, initial_state, cu_seqlens, False, True)
+        y, conv_input = CausalConv1dFunction.apply(
+            projected, weight, initial_state, cu_seqlens, False, True, return_input
+        )
+        return y, conv_input if return_input else None
     conv_input = b * h
     y = c * _convolve(conv_input, weight, initial_state, cu_seqlens, residual=False)
-    return y.to(projected.dtype), conv_input
+    return y.to(projected.dtype), conv_input if return_input else None
 
 
 def gated_causal_conv1d_reference(

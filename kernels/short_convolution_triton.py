@@ -19,14 +19,24 @@ try:
 except ImportError as error:
     raise ImportError("The Triton path of the convolutions needs the package triton.") from error
 
-__all__ = ["CausalConv1dFunction", "supports_convolution"]
+__all__ = [
+    "BACKWARD_TILES",
+    "BLOCKS_PER_PROGRAM",
+    "FORWARD_TILES",
+    "CausalConv1dFunction",
+    "bisection",
+    "convolve_block",
+    "convolve_block_bwd",
+    "new_gradients",
+    "supports_convolution",
+]
 
 _MAX_TAPS = 4
 # Tokens and channels per program, and warps.
-_FORWARD_TILES = {"BT": 16, "BC": 128, "num_warps": 4}
-_BACKWARD_TILES = {"BT": 16, "BC": 64, "num_warps": 2}
+FORWARD_TILES = {"BT": 16, "BC": 128, "num_warps": 4}
+BACKWARD_TILES = {"BT": 16, "BC": 64, "num_warps": 2}
 # Blocks of tokens that one program walks in the backward pass: fewer partial sums of the taps.
-_BLOCKS_PER_PROGRAM = 16
+BLOCKS_PER_PROGRAM = 16
 
 
 def supports_convolution(x: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -78,6 +88,65 @@ def _load_gated(x, row, o_t, m_t, stride_b, stride_t, o_c, m_c, C, UNIT: tl.cons
 _LENGTHS = ["num_tokens", "stride_b", "dy_stride_b", "num_documents", "num_steps"]
 
 
+@triton.jit
+def convolve_block(
+    i_c,
+    i_t,
+    row,
+    x,
+    weight,
+    initial_state,
+    cu_seqlens,
+    y,
+    conv_input,
+    num_tokens,
+    num_documents,
+    num_steps,
+    stride_b,
+    stride_t,
+    C: tl.constexpr,
+    K: tl.constexpr,
+    BT: tl.constexpr,
+    BC: tl.constexpr,
+    UNIT: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+):
+    """Block i_c of channels and i_t of tokens of a row, all int64."""
+    o_t = i_t * BT + tl.arange(0, BT)
+    o_c = i_c * BC + tl.arange(0, BC)
+    m_t, m_c = o_t < num_tokens, o_c < C
+    start = tl.zeros_like(o_t)
+    if cu_seqlens is not None:
+        start, _ = _document_bounds(cu_seqlens, o_t, num_tokens, num_documents, num_steps)
+    b_y = tl.zeros([BT, BC], dtype=tl.float32)
+    for i in tl.static_range(K):
+        o_s = o_t - i
+        m_s = m_t & (o_s >= start)
+        if IS_GATED:
+            b_x, _, _ = _load_gated(x, row, o_s, m_s, stride_b, stride_t, o_c, m_c, C, UNIT)
+        else:
+            b_x = _load_block(x, row, o_s, m_s, stride_b, stride_t, o_c, m_c, UNIT)
+        if i == 0:
+            if conv_input is not None:
+                p_input = conv_input + (row * num_tokens + o_t)[:, None] * C + o_c[None, :]
+                tl.store(p_input, b_x, mask=m_t[:, None] & m_c[None, :])
+            if RESIDUAL:
+                b_y += b_x.to(tl.float32)
+        b_x = b_x.to(tl.float32)
+        if initial_state is not None and i > 0:
+            p_before = initial_state + (row * (K - 1) + o_s + K - 1)[:, None] * C + o_c[None, :]
+            m_before = (m_t & (o_s < 0))[:, None] & m_c[None, :]
+            b_x += tl.load(p_before, mask=m_before, other=0.0).to(tl.float32)
+        b_w = tl.load(weight + o_c * K + K - 1 - i, mask=m_c, other=0.0).to(tl.float32)
+        b_y += b_w[None, :] * b_x
+    if IS_GATED:
+        b_gate = _load_block(x + C, row, o_t, m_t, stride_b, stride_t, o_c, m_c, UNIT)
+        b_y *= b_gate.to(tl.float32)
+    p_y = y + (row * num_tokens + o_t)[:, None] * C + o_c[None, :]
+    tl.store(p_y, b_y.to(y.dtype.element_ty), mask=m_t[:, None] & m_c[None, :])
+
+
 @triton.jit(do_not_specialize=_LENGTHS)
 def causal_conv1d_fwd_kernel(
     x,
@@ -102,43 +171,36 @@ def causal_conv1d_fwd_kernel(
     NC: tl.constexpr = (C + BC - 1) // BC
     num_blocks = (num_tokens + BT - 1) // BT
     pid = tl.program_id(0).to(tl.int64)
-    i_c, i_t, row = pid % NC, pid // NC % num_blocks, pid // NC // num_blocks
-    o_t = i_t * BT + tl.arange(0, BT)
-    o_c = i_c * BC + tl.arange(0, BC)
-    m_t, m_c = o_t < num_tokens, o_c < C
-    start = tl.zeros_like(o_t)
-    if cu_seqlens is not None:
-        start, _ = _document_bounds(cu_seqlens, o_t, num_tokens, num_documents, num_steps)
-    b_y = tl.zeros([BT, BC], dtype=tl.float32)
-    for i in tl.static_range(K):
-        o_s = o_t - i
-        m_s = m_t & (o_s >= start)
-        if IS_GATED:
-            b_x, _, _ = _load_gated(x, row, o_s, m_s, stride_b, stride_t, o_c, m_c, C, UNIT)
-        else:
-            b_x = _load_block(x, row, o_s, m_s, stride_b, stride_t, o_c, m_c, UNIT)
-        if i == 0:
-            if IS_GATED:
-                p_input = conv_input + (row * num_tokens + o_t)[:, None] * C + o_c[None, :]
-                tl.store(p_input, b_x, mask=m_t[:, None] & m_c[None, :])
-            if RESIDUAL:
-                b_y += b_x.to(tl.float32)
-        b_x = b_x.to(tl.float32)
-        if initial_state is not None and i > 0:
-            p_before = initial_state + (row * (K - 1) + o_s + K - 1)[:, None] * C + o_c[None, :]
-            m_before = (m_t & (o_s < 0))[:, None] & m_c[None, :]
-            b_x += tl.load(p_before, mask=m_before, other=0.0).to(tl.float32)
-        b_w = tl.load(weight + o_c * K + K - 1 - i, mask=m_c, other=0.0).to(tl.float32)
-        b_y += b_w[None, :] * b_x
-    if IS_GATED:
-        b_gate = _load_block(x + C, row, o_t, m_t, stride_b, stride_t, o_c, m_c, UNIT)
-        b_y *= b_gate.to(tl.float32)
-    p_y = y + (row * num_tokens + o_t)[:, None] * C + o_c[None, :]
-    tl.store(p_y, b_y.to(y.dtype.element_ty), mask=m_t[:, None] & m_c[None, :])
+    convolve_block(
+        pid % NC,
+        pid // NC % num_blocks,
+        pid // NC // num_blocks,
+        x,
+        weight,
+        initial_state,
+        cu_seqlens,
+        y,
+        conv_input,
+        num_tokens,
+        num_documents,
+        num_steps,
+        stride_b,
+        stride_t,
+        C,
+        K,
+        BT,
+        BC,
+        UNIT,
+        IS_GATED,
+        RESIDUAL,
+    )
 
 
-@triton.jit(do_not_specialize=_LENGTHS)
-def causal_conv1d_bwd_kernel(
+@triton.jit
+def convolve_block_bwd(
+    i_c,
+    i_p,
+    row,
     x,
     weight,
     initial_state,
@@ -165,12 +227,12 @@ def causal_conv1d_bwd_kernel(
     IS_GATED: tl.constexpr,
     RESIDUAL: tl.constexpr,
 ):
-    """du is the gradient of the gated convolution's input, as far as it was used elsewhere."""
-    NC: tl.constexpr = (C + BC - 1) // BC
+    """The gradients of block i_c of channels, of the i_p-th BLOCKS blocks of tokens of a row.
+
+    du is the gradient of the gated convolution's input, as far as it was used elsewhere.
+    """
     WIDTH: tl.constexpr = 3 * C if IS_GATED else C
     num_programs = (num_tokens + BT * BLOCKS - 1) // (BT * BLOCKS)
-    pid = tl.program_id(0).to(tl.int64)
-    i_c, i_p, row = pid % NC, pid // NC % num_programs, pid // NC // num_programs
     o_c = i_c * BC + tl.arange(0, BC)
     m_c = o_c < C
     # Gradients of the taps of x_t, x_{t-1} and so on, summed over tokens at the end only.
@@ -276,6 +338,69 @@ def causal_conv1d_bwd_kernel(
         tl.store(p_taps - 3 * C, b_sum3, mask=m_c)
 
 
+@triton.jit(do_not_specialize=_LENGTHS)
+def causal_conv1d_bwd_kernel(
+    x,
+    weight,
+    initial_state,
+    cu_seqlens,
+    dy,
+    du,
+    dx,
+    d_taps,
+    d_initial,
+    num_tokens,
+    num_documents,
+    num_steps,
+    stride_b,
+    stride_t,
+    dy_stride_b,
+    dy_stride_t,
+    C: tl.constexpr,
+    K: tl.constexpr,
+    BT: tl.constexpr,
+    BC: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    UNIT: tl.constexpr,
+    DY_UNIT: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+):
+    NC: tl.constexpr = (C + BC - 1) // BC
+    num_programs = (num_tokens + BT * BLOCKS - 1) // (BT * BLOCKS)
+    pid = tl.program_id(0).to(tl.int64)
+    convolve_block_bwd(
+        pid % NC,
+        pid // NC % num_programs,
+        pid // NC // num_programs,
+        x,
+        weight,
+        initial_state,
+        cu_seqlens,
+        dy,
+        du,
+        dx,
+        d_taps,
+        d_initial,
+        num_tokens,
+        num_documents,
+        num_steps,
+        stride_b,
+        stride_t,
+        dy_stride_b,
+        dy_stride_t,
+        C,
+        K,
+        BT,
+        BC,
+        BLOCKS,
+        UNIT,
+        DY_UNIT,
+        IS_GATED,
+        RESIDUAL,
+    )
+
+
 def causal_conv1d_fwd(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -283,18 +408,19 @@ def causal_conv1d_fwd(
     cu_seqlens: torch.Tensor | None,
     residual: bool,
     is_gated: bool,
+    return_input: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The convolution of x [B, T, C], or gated of [B, T, 3 C].
 
     Returns y [B, T, C] in the dtype of x, and the gated convolution's input b * h likewise, which
-    is empty if not gated. Other arguments as in `causal_conv1d`.
+    is empty if it is not wanted. Other arguments as in `causal_conv1d`.
     """
-    y, conv_input = _new_outputs(x, weight, is_gated)
+    y, conv_input = _new_outputs(x, weight, return_input)
     batch_size, num_tokens, num_channels = y.shape
     x, stride_b, stride_t, unit = _strides(x)
-    num_documents, num_steps = _bisection(cu_seqlens)
-    programs = triton.cdiv(num_channels, _FORWARD_TILES["BC"]) * triton.cdiv(
-        num_tokens, _FORWARD_TILES["BT"]
+    num_documents, num_steps = bisection(cu_seqlens)
+    programs = triton.cdiv(num_channels, FORWARD_TILES["BC"]) * triton.cdiv(
+        num_tokens, FORWARD_TILES["BT"]
     )
     with torch.cuda.device_of(x):
         causal_conv1d_fwd_kernel[(batch_size * programs,)](
@@ -303,7 +429,7 @@ def causal_conv1d_fwd(
             _contiguous(initial_state),
             _contiguous(cu_seqlens),
             y,
-            conv_input,
+            conv_input if return_input else None,
             num_tokens,
             num_documents,
             num_steps,
@@ -314,7 +440,7 @@ def causal_conv1d_fwd(
             UNIT=unit,
             IS_GATED=is_gated,
             RESIDUAL=residual,
-            **_FORWARD_TILES,
+            **FORWARD_TILES,
         )
     return y, conv_input
 
@@ -333,20 +459,20 @@ def causal_conv1d_bwd(
 
     dy [B, T, C] is the gradient of y; du, if given, that of the gated convolution's input.
     """
-    dx, d_weight, d_initial = _new_gradients(x, weight, initial_state)
+    dx, d_weight, d_initial = new_gradients(x, weight, initial_state)
     batch_size, num_tokens, _ = x.shape
     num_channels, num_taps = weight.shape
     x, stride_b, stride_t, unit = _strides(x)
     dy, dy_stride_b, dy_stride_t, dy_unit = _strides(dy)
     du = _contiguous(du)
-    num_documents, num_steps = _bisection(cu_seqlens)
-    programs = triton.cdiv(num_tokens, _BACKWARD_TILES["BT"] * _BLOCKS_PER_PROGRAM)
+    num_documents, num_steps = bisection(cu_seqlens)
+    programs = triton.cdiv(num_tokens, BACKWARD_TILES["BT"] * BLOCKS_PER_PROGRAM)
     d_taps = torch.empty(
         batch_size * programs, num_taps, num_channels, dtype=torch.float32, device=x.device
     )
     with torch.cuda.device_of(x):
         causal_conv1d_bwd_kernel[
-            (batch_size * programs * triton.cdiv(num_channels, _BACKWARD_TILES["BC"]),)
+            (batch_size * programs * triton.cdiv(num_channels, BACKWARD_TILES["BC"]),)
         ](
             x,
             weight.contiguous(),
@@ -366,23 +492,24 @@ def causal_conv1d_bwd(
             dy_stride_t,
             C=num_channels,
             K=num_taps,
-            BLOCKS=_BLOCKS_PER_PROGRAM,
+            BLOCKS=BLOCKS_PER_PROGRAM,
             UNIT=unit,
             DY_UNIT=dy_unit,
             IS_GATED=is_gated,
             RESIDUAL=residual,
-            **_BACKWARD_TILES,
+            **BACKWARD_TILES,
         )
     d_weight.copy_(d_taps.sum(0).t())
     return dx, d_weight, d_initial
 
 
-def _new_outputs(x, weight, is_gated) -> tuple[torch.Tensor, torch.Tensor]:
+def _new_outputs(x, weight, return_input) -> tuple[torch.Tensor, torch.Tensor]:
     shape = (*x.shape[:2], weight.shape[0])
-    return x.new_empty(shape), x.new_empty(shape if is_gated else (0,))
+    return x.new_empty(shape), x.new_empty(shape if return_input else (0,))
 
 
-def _new_gradients(x, weight, initial_state) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def new_gradients(x, weight, initial_state) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Buffers for the gradients of the three; an empty one without an initial state."""
     d_initial = (
         weight.new_empty(0)
         if initial_state is None
@@ -402,7 +529,7 @@ def _strides(x: torch.Tensor) -> tuple[torch.Tensor, int, int, int]:
     return x, x.stride(0) // unit, x.stride(1) // unit, unit
 
 
-def _bisection(cu_seqlens: torch.Tensor | None) -> tuple[int, int]:
+def bisection(cu_seqlens: torch.Tensor | None) -> tuple[int, int]:
     """The number of documents, and the steps in which `_document_bounds` finds one of them."""
     num_documents = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
     return num_documents, (num_documents + 1).bit_length()
@@ -412,18 +539,18 @@ def _contiguous(x: torch.Tensor | None) -> torch.Tensor | None:
     return None if x is None else x.contiguous()
 
 
-def _fake_fwd(x, weight, initial_state, cu_seqlens, residual, is_gated):
-    return _new_outputs(x, weight, is_gated)
+def _fake_fwd(x, weight, initial_state, cu_seqlens, residual, is_gated, return_input):
+    return _new_outputs(x, weight, return_input)
 
 
 def _fake_bwd(dy, du, x, weight, initial_state, cu_seqlens, residual, is_gated):
-    return _new_gradients(x, weight, initial_state)
+    return new_gradients(x, weight, initial_state)
 
 
 causal_conv1d_fwd_op = define_operator(
     __name__,
     "causal_conv1d_fwd(Tensor x, Tensor weight, Tensor? initial_state, Tensor? cu_seqlens, "
-    "bool residual, bool is_gated) -> (Tensor, Tensor)",
+    "bool residual, bool is_gated, bool return_input) -> (Tensor, Tensor)",
     causal_conv1d_fwd,
     _fake_fwd,
 )
@@ -440,21 +567,21 @@ class CausalConv1dFunction(torch.autograd.Function):
     """`causal_conv1d_fwd` with its gradients."""
 
     @staticmethod
-    def forward(ctx, x, weight, initial_state, cu_seqlens, residual, is_gated):
+    def forward(ctx, x, weight, initial_state, cu_seqlens, *options):
         ctx.save_for_backward(x, weight, initial_state, cu_seqlens)
-        ctx.options = residual, is_gated
+        ctx.options = options
         ctx.set_materialize_grads(False)
-        return causal_conv1d_fwd_op(x, weight, initial_state, cu_seqlens, residual, is_gated)
+        return causal_conv1d_fwd_op(x, weight, initial_state, cu_seqlens, *options)
 
     @staticmethod
     def backward(ctx, dy, du):
         x, weight, initial_state, cu_seqlens = ctx.saved_tensors
-        residual, is_gated = ctx.options
+        residual, is_gated, return_input = ctx.options
         if dy is None:
             dy = x.new_zeros(*x.shape[:2], weight.shape[0])
         dx, d_weight, d_initial = causal_conv1d_bwd_op(
             dy,
-            du if is_gated else None,
+            du if return_input else None,
             x,
             weight,
             initial_state,
@@ -462,4 +589,4 @@ class CausalConv1dFunction(torch.autograd.Function):
             residual,
             is_gated,
         )
-        return dx, d_weight, None if initial_state is None else d_initial, None, None, None
+        return dx, d_weight, None if initial_state is None else d_initial, *(None,) * 4

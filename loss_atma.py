@@ -1,0 +1,137 @@
+# Copyright 2026 The ATMA team.
+# Licensed under the Apache License, Version 2.0; see the file LICENSE.
+"""The loss of the language model, from logits or, chunk by chunk, from hidden states."""
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from .kernels.cross_entropy import capped_cross_entropy, linear_cross_entropy
+
+IGNORE_INDEX = -100
+# Tokens whose logits a head that has to be called as a module gives at a time.
+MODULE_CHUNK = 4096
+
+
+def loss_of_logits(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    cap: float,
+    backend: str,
+    return_capped: bool = False,
+    **kwargs,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """
+    The loss of uncapped logits `[B, T, V]`: what Transformers' `ForCausalLMLoss` gives for the
+    capped ones; with `return_capped` these too. Only the logits themselves are kept for the
+    backward pass.
+
+    Args:
+        labels (`[B, T]`): token ids, shifted here.
+        cap, backend, return_capped: of `capped_cross_entropy`.
+        num_items_in_batch, ignore_index, shift_labels (keywords): as in `ForCausalLMLoss`; others
+            are not looked at.
+    """
+    targets, ignore_index, count = _targets(labels, logits.device, **kwargs)
+    rows, options = logits.flatten(0, -2), {"ignore_index": ignore_index, "backend": backend}
+    if not return_capped:
+        return capped_cross_entropy(rows, targets, cap, **options) / count
+    total, capped = capped_cross_entropy(rows, targets, cap, return_capped=True, **options)
+    return total / count, capped.view(logits.shape)
+
+
+def loss_of_hidden_states(
+    head: nn.Module,
+    hidden_states: torch.Tensor,
+    labels: torch.Tensor,
+    cap: float,
+    backend: str,
+    **kwargs,
+) -> torch.Tensor:
+    """
+    The same loss of hidden states `[B, T, C]`, without ever holding the logits `[B, T, V]`.
+
+    A plain linear head is one operation (`linear_cross_entropy`). Any other (adapters,
+    quantisation, offload, hooks, sharding) is called as a module, on chunks whose logits are
+    computed again in the backward pass.
+    """
+    targets, ignore_index, count = _targets(labels, hidden_states.device, **kwargs)
+    rows = hidden_states.flatten(0, -2)
+    options = {"ignore_index": ignore_index, "backend": backend}
+    if is_plain_linear(head, hidden_states):
+        total = linear_cross_entropy(rows, head.weight, head.bias, targets, cap, **options)
+    else:
+        chunk_loss = partial(_loss_of_chunk, head, cap=cap, **options)
+        total = 0.0
+        for chunk, chunk_targets in zip(
+            rows.split(MODULE_CHUNK), targets.split(MODULE_CHUNK), strict=True
+        ):
+            total = total + checkpoint(chunk_loss, chunk, chunk_targets, use_reentrant=False)
+    return total / count
+
+
+def is_plain_linear(head: nn.Module, hidden_states: torch.Tensor) -> bool:
+    """Whether calling `head` does nothing but multiply by its weight and add its bias."""
+    hooks = (
+        head._forward_hooks,
+        head._forward_pre_hooks,
+        head._backward_hooks,
+        head._backward_pre_hooks,
+    )
+    return (
+        type(head) is nn.Linear
+        and not any(hooks)
+        # accelerate replaces the method of the instance.
+        and "forward" not in vars(head)
+        and type(head.weight) in (nn.Parameter, torch.Tensor)
+        and head.weight.device == hidden_states.device
+    )
+
+
+def distractor_term(mass: torch.Tensor, labels: torch.Tensor, **kwargs) -> torch.Tensor:
+    """
+    The mean distractor mass in the units of the main loss: with `num_items_in_batch` each
+    micro-batch counts by its share of the labels, so that accumulation changes nothing. Keywords as
+    in `loss_of_logits`.
+    """
+    if kwargs.get("num_items_in_batch") is None:
+        return mass
+    targets, ignore_index, total = _targets(labels, mass.device, **kwargs)
+    return mass * (targets != ignore_index).sum() / total
+
+
+def _loss_of_chunk(head, chunk, targets, *, cap, ignore_index, backend) -> torch.Tensor:
+    logits = head(chunk)
+    targets = targets.to(logits.device)
+    loss = capped_cross_entropy(logits, targets, cap, ignore_index=ignore_index, backend=backend)
+    return loss.to(chunk.device)
+
+
+def _targets(
+    labels,
+    device,
+    shift_labels=None,
+    ignore_index=IGNORE_INDEX,
+    num_items_in_batch=None,
+    **kwargs,
+):
+    """The token that each position predicts, flat; the one that does not count; and how many do."""
+    if shift_labels is None:
+        shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    targets = shift_labels.flatten().to(device)
+    count = num_items_in_batch
+    if count is None:
+        count = (targets != ignore_index).sum()
+    return targets, ignore_index, count.to(device) if isinstance(count, torch.Tensor) else count
+
+
+__all__ = [
+    "IGNORE_INDEX",
+    "distractor_term",
+    "is_plain_linear",
+    "loss_of_hidden_states",
+    "loss_of_logits",
+]
