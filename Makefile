@@ -15,9 +15,9 @@ OLDEST_PYTHON := .venv-oldest/bin/python
 PYTEST := -m pytest -q -n $(WORKERS)
 test: export OMP_NUM_THREADS := 1
 # Threads that spin while they wait cost a busy machine several times the work itself.
-quickstart: export OMP_WAIT_POLICY := PASSIVE
+quickstart notebooks: export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: help venv quickstart test lint clean
+.PHONY: help venv quickstart notebooks test lint clean
 .DEFAULT_GOAL := help
 
 help:  ## Show these targets
@@ -27,6 +27,9 @@ venv: .venv/.installed  ## Make .venv: torch, Transformers and this package, edi
 
 quickstart: .venv/.installed  ## Train a small ATMA on real text, save, load it elsewhere, generate, plot
 	$(NEWEST_PYTHON) scripts/quickstart.py
+
+notebooks: .venv/.installed  ## Run the notebooks and write their outputs into them
+	$(NEWEST_PYTHON) scripts/run_notebooks.py
 
 test: .venv/.installed .venv-oldest/.installed  ## Run all tests, and the smoke tests on the oldest Transformers
 	$(NEWEST_PYTHON) $(PYTEST)
@@ -41,7 +44,7 @@ clean:  ## Remove the environments, caches and runs
 	rm -rf .venv .venv-oldest .pytest_cache .ruff_cache build dist runs *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.venv/.installed: WANTED := -e '.[train,peft,test,ecosystem]' '$(NEWEST)'
+.venv/.installed: WANTED := -e '.[train,peft,test,notebooks,ecosystem]' '$(NEWEST)'
 .venv-oldest/.installed: WANTED := -e '.[train,peft,test]' '$(OLDEST)'
 
 .venv/.installed .venv-oldest/.installed: setup.py pyproject.toml Makefile

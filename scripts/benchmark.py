@@ -10,7 +10,16 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-BENCHMARKS = ("attention", "memory", "decode", "generation", "prefill", "training")
+BENCHMARKS = (
+    "attention",
+    "memory",
+    "conv",
+    "decode",
+    "traffic",
+    "generation",
+    "prefill",
+    "training",
+)
 
 
 def main() -> None:

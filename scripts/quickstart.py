@@ -25,17 +25,15 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import torch
 from atma import AtmaConfig, AtmaForCausalLM
+from experiments.tokenizer import train_tokenizer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 from transformers.utils.logging import disable_progress_bar
 
-CONTEXTS = [256, 512, 1024, 2048, 4096, 8192]
 SCORED_TOKENS = 128
 WINDOWS_PER_FILE = 2
-END_OF_TEXT = "<|endoftext|>"
 
 # What a user of the saved folder writes, where the package cannot be imported.
 FRESH_PROCESS = """
@@ -64,27 +62,6 @@ def build_corpus() -> tuple[list[str], list[str]]:
     read = lambda paths: [p.read_text("utf-8", errors="replace") for p in paths]  # noqa: E731
     topics = [text for _, text in sorted(pydoc_data.topics.topics.items())]
     return topics + read(p for p in files if p not in held_out), read(held_out)
-
-
-def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token=END_OF_TEXT,
-        eos_token=END_OF_TEXT,
-        pad_token=END_OF_TEXT,
-        model_input_names=["input_ids", "attention_mask"],
-    )
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> list[torch.Tensor]:
@@ -154,7 +131,7 @@ def train(
         warmup_steps=arguments.steps // 20,
         weight_decay=0.1,
         adam_beta2=0.95,
-        logging_steps=5,
+        logging_steps=min(5, arguments.steps),
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,
@@ -174,13 +151,15 @@ def train(
 
 
 @torch.no_grad()
-def loss_by_context(model: AtmaForCausalLM, documents: list[torch.Tensor]) -> dict[int, float]:
+def loss_by_context(
+    model: AtmaForCausalLM, documents: list[torch.Tensor], contexts: list[int]
+) -> dict[int, float]:
     """
     {context length: mean loss of the last `SCORED_TOKENS` tokens of each window}.
 
     The scored tokens are the same for every length; only how far the model may look back differs.
     """
-    longest = CONTEXTS[-1] + 1
+    longest = max(contexts) + 1
     windows = [
         window
         for document in documents
@@ -188,7 +167,7 @@ def loss_by_context(model: AtmaForCausalLM, documents: list[torch.Tensor]) -> di
     ]
     model.eval()
     losses = {}
-    for context in CONTEXTS:
+    for context in contexts:
         total = 0.0
         for window in windows:
             ids = window[-context - 1 :].to(model.device)
@@ -263,6 +242,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=600, help="training steps")
     parser.add_argument("--batch-size", type=int, default=4, help="sequences in a step")
     parser.add_argument("--context", type=int, default=256, help="training length in tokens")
+    parser.add_argument(
+        "--contexts", type=int, nargs="+", default=[256 * 2**i for i in range(6)],
+        help="lengths, 128 or more, at which the held-out loss is measured",
+    )  # fmt: skip
     parser.add_argument("--learning-rate", type=float, default=4e-3, help="peak learning rate")
     parser.add_argument("--vocab-size", type=int, default=2048, help="size of the BPE vocabulary")
     parser.add_argument("--prompt", default="def read_file(path", help="start of the completion")
@@ -296,7 +279,7 @@ def main() -> None:
     trainer.save_model(str(folder))
     console.print(f"Trained in {seconds:.0f} s, saved to {folder}")
 
-    losses = loss_by_context(model, encode(tokenizer, held_out_texts))
+    losses = loss_by_context(model, encode(tokenizer, held_out_texts), arguments.contexts)
     history = [
         (entry["step"], float(entry["loss"]))
         for entry in trainer.state.log_history

@@ -86,6 +86,23 @@ def print_row(**cells) -> None:
     print("  ".join(f"{name} {value}" for name, value in cells.items()), flush=True)
 
 
+def plot_bars(labels: list[str], values: list[float], unit: str, result: dict, path) -> None:
+    """One bar for each label, on a logarithmic axis, with the conditions of the run below."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 1 + 0.35 * len(labels)), layout="constrained")
+    axes = figure.subplots()
+    colors = ["tab:orange" if "lfm2" in x or "sdpa" in x else "tab:blue" for x in labels]
+    bars = axes.barh(labels[::-1], values[::-1], color=colors[::-1])
+    axes.bar_label(bars, padding=3)
+    axes.set_xscale("log")
+    axes.margins(x=0.2)
+    at = result["conditions"]
+    where = f"{at['gpu']}, torch {at['torch']}, triton {at['triton']}, {at['date']}"
+    axes.set_xlabel(f"{unit} ({where})")
+    figure.savefig(path, dpi=150)
+
+
 __all__ = [
     "MODELS",
     "add_model_arguments",
@@ -93,6 +110,7 @@ __all__ = [
     "conditions",
     "lfm2_model",
     "median_seconds",
+    "plot_bars",
     "print_row",
     "seconds",
     "synchronize",

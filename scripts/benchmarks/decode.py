@@ -12,7 +12,7 @@ from atma.kernels.paged_polar_attention import paged_polar_attention
 from atma.kernels.pages import gather_pages
 from atma.kernels.polar_attention import polar_attention_reference
 
-from .common import conditions, print_row
+from .common import conditions, plot_bars, print_row
 from .kernels import (
     GROUPS,
     HEAD_DIM,
@@ -30,12 +30,12 @@ def add_arguments(parser) -> None:
     parser.add_argument("--shapes", nargs="+", default=["1x2048", "1x131072", "64x32768"])
 
 
-def paged_inputs(batch: int, length: int) -> tuple:
+def paged_inputs(batch: int, length: int, groups: int = GROUPS) -> tuple:
     """A query for each row, one slab of keys and of values in shuffled pages, and the scalars."""
     pages = -(-length // PAGE_SIZE)
     count = batch * pages + 1
     table = (torch.randperm(batch * pages, device="cuda") + 1).view(batch, pages).int()
-    slabs = [[draw(count, PAGE_SIZE, GROUPS, HEAD_DIM)] for _ in "kv"]
+    slabs = [[draw(count, PAGE_SIZE, groups, HEAD_DIM)] for _ in "kv"]
     start = torch.full((batch,), length - 1, device="cuda")
     scalars = [draw(HEADS, scale=0.5) + offset for offset in (-1.0, 2.0, 0.5, -1.5)]
     null_value = draw(HEADS, HEAD_DIM, scale=0.5)
@@ -75,3 +75,9 @@ def run(args) -> dict:
         rows.append(row)
         print_row(**row)
     return {"conditions": conditions(), "rows": rows}
+
+
+def plot(result: dict, path) -> None:
+    rows = [(row, kind) for row in result["rows"] for kind in ("polar", "sdpa")]
+    labels = [f"{kind}, {row['shape']}" for row, kind in rows]
+    plot_bars(labels, [row[f"{kind}_ms"] for row, kind in rows], "ms", result, path)

@@ -10,7 +10,14 @@ import copy
 
 import torch
 
-from .common import MODELS, add_model_arguments, conditions, median_seconds, print_row
+from .common import (
+    MODELS,
+    add_model_arguments,
+    conditions,
+    median_seconds,
+    plot_bars,
+    print_row,
+)
 
 
 def add_arguments(parser) -> None:
@@ -57,3 +64,9 @@ def run(args) -> dict:
             print_row(**row)
         del model
     return {"conditions": conditions(), "rows": rows}
+
+
+def plot(result: dict, path) -> None:
+    rows = sorted(result["rows"], key=lambda row: (row["prompt"], row["model"]))
+    labels = [f"{row['model']}, {row['prompt']}" for row in rows]
+    plot_bars(labels, [row["ms"] for row in rows], "ms for the prompt", result, path)

@@ -1,0 +1,75 @@
+# Copyright 2026 The ATMA team.
+# Licensed under the Apache License, Version 2.0; see the file LICENSE.
+"""Trains and measures every cell of a grid, one at a time on each GPU; tables and plots at the end.
+
+    python scripts/ablate.py scripts/configs/long_context.yaml --data runs/data
+    python scripts/ablate.py scripts/configs/grid.yaml --data runs/data --only polar-memory
+
+An interrupted grid goes on where it stopped, cells in the middle of a run from their checkpoint.
+"""
+
+import argparse
+import json
+
+import torch
+from experiments.grid import Scheduler, collect, read_grid
+from experiments.plots import plot_all, report
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("grid", help="YAML file; see experiments/grid.py")
+    parser.add_argument("--data", help="folder of prepare_data.py (default: that of the YAML file)")
+    parser.add_argument("--output", help="folder of the cells (default: that of the YAML file)")
+    parser.add_argument("--only", nargs="+", help="names of cells (default: all)")
+    parser.add_argument(
+        "--cpu-processes", type=int, default=1, help="at once where there is no GPU (default: 1)"
+    )
+    parser.add_argument(
+        "--stop-after", type=float, metavar="SECONDS",
+        help="save checkpoints and stop then (default: run to the end)",
+    )  # fmt: skip
+    return parser.parse_args()
+
+
+def status(states: dict[str, str]) -> Table:
+    table = Table("cell", "state")
+    for name, state in states.items():
+        table.add_row(name, state)
+    return table
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    cells = read_grid(arguments.grid, arguments.data, arguments.output)
+    if arguments.only:
+        if unknown := set(arguments.only) - {cell.name for cell in cells}:
+            raise SystemExit(f"No cell {unknown.pop()}: there are {[c.name for c in cells]}.")
+        cells = [cell for cell in cells if cell.name in arguments.only]
+    devices = list(range(torch.cuda.device_count())) or [None] * arguments.cpu_processes
+    console = Console()
+    with Live(console=console) as live:
+        scheduler = Scheduler(
+            cells, devices, arguments.stop_after, lambda states: live.update(status(states))
+        )
+        live.update(status(scheduler.states))
+        states = scheduler.run()
+    results = collect(cells)
+    if results:
+        folder = cells[0].folder.parent
+        (folder / "results.json").write_text(json.dumps(results, indent=1))
+        (folder / "tables.md").write_text(report(results))
+        plot_all(results, folder)
+        console.print(f"Results, tables and plots are in {folder}")
+    failed = [name for name, state in states.items() if state.startswith("failed")]
+    if failed:
+        raise SystemExit(f"Failed: {', '.join(failed)}; see train.log and evaluate.log there.")
+
+
+if __name__ == "__main__":
+    main()

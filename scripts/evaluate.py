@@ -1,0 +1,141 @@
+# Copyright 2026 The ATMA team.
+# Licensed under the Apache License, Version 2.0; see the file LICENSE.
+"""Losses and retrieval of a checkpoint from 2K tokens to as far as its device holds the keys.
+
+    python scripts/evaluate.py runs/small/model --data runs/data --output runs/small/evaluation.json
+    python scripts/evaluate.py runs/small/model --data runs/data --half-lives none 256 1024 \\
+        --lengths 2K 8K 32K 128K 1M --depths 0 0.5 0.9 --output runs/small/evaluation.json
+
+Long inputs are read in chunks through the cache. The JSON file grows part by part, and a second
+call does what is missing. (The measures are also there for Hugging Face's `evaluate` library:
+`experiments/metrics.py`.)
+"""
+
+import argparse
+import gc
+import json
+import os
+import time
+from pathlib import Path
+
+import torch
+from benchmarks.common import conditions
+from experiments.evaluation import Evaluation, EvaluationSettings
+from experiments.needles import TASKS
+from experiments.shards import Shards
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+
+def tokens(text: str) -> int:
+    """`2K`, `1M` or a plain number."""
+    units = {"K": 2**10, "M": 2**20}
+    return int(text[:-1]) * units[text[-1]] if text[-1:] in units else int(text)
+
+
+def half_life(text: str) -> float | None:
+    return None if text == "none" else float(text)
+
+
+def parse_arguments() -> argparse.Namespace:
+    defaults = EvaluationSettings()
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+
+    def add(name: str, default, text: str, **options) -> None:
+        parser.add_argument(name, default=default, help=f"{text} (default: {default})", **options)
+
+    parser.add_argument("model", help="folder or Hub repository of a checkpoint")
+    parser.add_argument("--data", required=True, help="folder that prepare_data.py wrote")
+    add("--split", "long", "split that documents and gaps come from")
+    parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
+    add("--lengths", defaults.lengths, "contexts; 2K and 1M are understood", type=tokens, nargs="+")
+    add("--documents", defaults.documents, "long documents for the losses", type=int)
+    add("--min-documents", defaults.min_documents, "of one length, or a shorter one", type=int)
+    add("--scored-tokens", defaults.scored_tokens, "at the end of each document", type=int)
+    add("--tasks", defaults.tasks, "of retrieval", nargs="*", choices=sorted(TASKS))
+    add("--depths", defaults.depths, "where needles stand", type=float, nargs="+")
+    add("--needles", defaults.needles, "at each length and depth, at most", type=int)
+    add("--needle-tokens", defaults.needle_tokens, "limit of needles times length", type=int)
+    add("--generated", defaults.generated, "answers by generate() of each", type=int)
+    add("--tokens-at-once", defaults.tokens_at_once, "rows of a batch times length", type=int)
+    add("--chunk", None, "tokens of one call, 0 for all; by the model if not given", type=int)
+    add("--seed", defaults.seed, "of needles and gaps", type=int)
+    add(
+        "--half-lives", [None], "memory_max_half_life; 'none' leaves the model as it is",
+        type=half_life, nargs="+",
+    )  # fmt: skip
+    add("--dtype", "bfloat16" if torch.cuda.is_available() else "float32", "of the weights")
+    add("--device", "cuda" if torch.cuda.is_available() else "cpu", "to run on")
+    parser.add_argument("--stop-after", type=float, help="seconds; the next call does the rest")
+    return parser.parse_args()
+
+
+def load(arguments: argparse.Namespace, longest_half_life: float | None):
+    """The checkpoint in evaluation mode, its memory's half-life limited if that is wanted."""
+    overrides = {} if longest_half_life is None else {"memory_max_half_life": longest_half_life}
+    model = AutoModelForCausalLM.from_pretrained(
+        arguments.model, dtype=getattr(torch, arguments.dtype), **overrides
+    )
+    return model.to(arguments.device).eval()
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    fields = {name: getattr(arguments, name) for name in vars(EvaluationSettings())}
+    settings = EvaluationSettings(**fields)
+    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    shards = Shards(arguments.data, arguments.split)
+    result = {"model": arguments.model, "dtype": arguments.dtype, "settings": fields, "parts": {}}
+    if arguments.output.exists():
+        before = json.loads(arguments.output.read_text())
+        if before["settings"] != json.loads(json.dumps(fields)):
+            raise SystemExit(f"{arguments.output} was measured with other settings: delete it.")
+        result["parts"] = before["parts"]
+    result["conditions"] = conditions()
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+
+    deadline = time.monotonic() + (arguments.stop_after or float("inf"))
+    console = Console()
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
+        for limit in arguments.half_lives:
+            model = load(arguments, limit)
+            result["parameters"] = model.num_parameters()
+            evaluation = Evaluation(model, tokenizer, shards, settings)
+            parts = list(evaluation.parts())
+            task = progress.add_task("", total=len(parts))
+            for method, options in parts:
+                name = " ".join([method, *map(str, options.values()), f"half-life {limit}"])
+                progress.update(task, description=name)
+                if name not in result["parts"]:
+                    if time.monotonic() > deadline:
+                        console.print("Out of time; the same command does what is missing.")
+                        raise SystemExit(os.EX_TEMPFAIL)
+                    start = time.perf_counter()
+                    rows = getattr(evaluation, method)(**options)
+                    seconds = round(time.perf_counter() - start, 2)
+                    result["parts"][name] = {
+                        "seconds": seconds,
+                        "rows": [{"half_life": limit, **row} for row in rows],
+                    }
+                    arguments.output.write_text(json.dumps(result, indent=1))
+                    for row in rows:
+                        console.print(describe(row, seconds), highlight=False)
+                progress.advance(task)
+            del model, evaluation
+            gc.collect()
+
+
+def describe(row: dict, seconds: float) -> str:
+    numbers = [
+        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+        for name, value in row.items()
+    ]
+    return ", ".join([*numbers, f"{seconds} s"])
+
+
+if __name__ == "__main__":
+    main()

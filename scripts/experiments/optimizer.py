@@ -1,0 +1,112 @@
+# Copyright 2026 The ATMA team.
+# Licensed under the Apache License, Version 2.0; see the file LICENSE.
+"""The paper's optimizer: Muon for the matrices, AdamW for all else, as one optimizer."""
+
+import torch
+from torch import nn
+
+from .settings import OptimizerSettings
+
+
+def parameter_groups(model: nn.Module) -> dict[str, list[nn.Parameter]]:
+    """
+    `matrices` (weights of the linear layers inside the decoder layers), `embedding`, `head` and
+    `other` (biases, norms, taps of convolutions, the scalars and the null of polar attention). A
+    tied head counts as embedding.
+    """
+    embedding = model.get_input_embeddings().weight
+    head_module = model.get_output_embeddings()
+    head = head_module.weight
+    matrices = {
+        module.weight
+        for module in model.modules()
+        if isinstance(module, nn.Linear) and module is not head_module
+    }
+    groups: dict[str, list[nn.Parameter]] = {
+        name: [] for name in ("matrices", "embedding", "head", "other")
+    }
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            continue
+        if parameter is embedding:
+            groups["embedding"].append(parameter)
+        elif parameter is head:
+            groups["head"].append(parameter)
+        else:
+            groups["matrices" if parameter in matrices else "other"].append(parameter)
+    return groups
+
+
+class MuonWithAdamW(torch.optim.Optimizer):
+    """
+    `torch.optim.Muon` and `torch.optim.AdamW` behind one list of groups and one state, so that
+    schedulers, Trainer and accelerate see an ordinary optimizer.
+
+    Weights that FSDP2 sharded (DTensors) are orthogonalised as whole matrices: the products inside
+    Muon gather what they need.
+    """
+
+    def __init__(self, muon_groups: list[dict], adamw_groups: list[dict], **adamw_options):
+        if not hasattr(torch.optim, "Muon"):
+            raise RuntimeError(
+                f"torch {torch.__version__} has no torch.optim.Muon: install torch 2.9 or newer, "
+                "or set optimizer.matrices to adamw."
+            )
+        muon = torch.optim.Muon(muon_groups)
+        adamw = torch.optim.AdamW(adamw_groups, **adamw_options)
+        self._optimizers, self._num_muon_groups = (muon, adamw), len(muon.param_groups)
+        super().__init__([*muon.param_groups, *adamw.param_groups], {})
+        self._share()
+
+    def _share(self) -> None:
+        """The two optimizers work on the groups and the state of this one."""
+        muon, adamw = self._optimizers
+        muon.param_groups = self.param_groups[: self._num_muon_groups]
+        adamw.param_groups = self.param_groups[self._num_muon_groups :]
+        muon.state = adamw.state = self.state
+
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__(state)
+        self._share()
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for optimizer in self._optimizers:
+            optimizer.step()
+        return loss
+
+
+def build_optimizer(model: nn.Module, settings: OptimizerSettings) -> torch.optim.Optimizer:
+    """The optimizer of a run. Groups carry their `name`."""
+    groups = parameter_groups(model)
+    options = {
+        "betas": tuple(settings.betas),
+        "eps": settings.eps,
+        "fused": groups["other"][0].is_cuda,
+    }
+    rates = {
+        "embedding": settings.embedding_lr,
+        "head": settings.head_lr,
+        "other": settings.other_lr,
+    }
+    adamw = [
+        {"name": name, "params": groups[name], "lr": rate, "weight_decay": settings.weight_decay}
+        for name, rate in rates.items()
+        if groups[name]
+    ]
+    matrices = {
+        "name": "matrices",
+        "params": groups["matrices"],
+        "lr": settings.matrix_lr,
+        "weight_decay": settings.matrix_weight_decay,
+    }
+    if settings.matrices == "adamw":
+        return torch.optim.AdamW([matrices, *adamw], **options)
+    return MuonWithAdamW([matrices | {"momentum": settings.momentum}], adamw, **options)
+
+
+__all__ = ["MuonWithAdamW", "build_optimizer", "parameter_groups"]

@@ -1,0 +1,227 @@
+# Copyright 2026 The ATMA team.
+# Licensed under the Apache License, Version 2.0; see the file LICENSE.
+"""Plots and tables of results: a list of `{"name", "training", "rows"}`, as `collect` makes it."""
+
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt
+
+LOSSES = {
+    "document_loss": "held-out documents up to a length",
+    "context_loss": "the same last tokens after contexts of a length",
+}
+
+
+def length_name(length: int) -> str:
+    for unit, name in ((2**20, "M"), (2**10, "K")):
+        if length % unit == 0:
+            return f"{length // unit}{name}"
+    return str(length)
+
+
+def select(result: dict, measure: str, depth: float | None = None, half_life=None) -> list[dict]:
+    """The rows of one measure (at one depth), by length."""
+    rows = [
+        row
+        for row in result["rows"]
+        if row["measure"] == measure
+        and row["half_life"] == half_life
+        and (depth is None or row["depth"] == depth)
+    ]
+    return sorted(rows, key=lambda row: row["length"])
+
+
+def lengths_of(results: list[dict], measure: str) -> list[int]:
+    return sorted(
+        {row["length"] for result in results for row in result["rows"] if row["measure"] == measure}
+    )
+
+
+def half_lives_of(result: dict) -> list[float | None]:
+    found = {row["half_life"] for row in result["rows"]}
+    return sorted(found, key=lambda value: (value is not None, value))
+
+
+def curves(results: list[dict]) -> list[tuple[str, dict, float | None]]:
+    """(label, result, half-life) of each line of a plot."""
+    return [
+        (result["name"] + ("" if limit is None else f", half-life {limit:g}"), result, limit)
+        for result in results
+        for limit in half_lives_of(result)
+    ]
+
+
+def _axes(figure_size: tuple[float, float]):
+    plt.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False})
+    figure, axes = plt.subplots(figsize=figure_size, layout="constrained")
+    axes.grid(alpha=0.25)
+    return figure, axes
+
+
+def _length_axis(axes, lengths: list[int], trained: int | None) -> None:
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(lengths, [length_name(length) for length in lengths])
+    axes.set_xlabel("context (tokens)")
+    if trained is not None:
+        axes.axvline(trained, color="#777777", linestyle="--", linewidth=1)
+        axes.annotate(
+            "training length", (trained, 1), xycoords=("data", "axes fraction"), xytext=(4, -10),
+            textcoords="offset points", color="#777777", fontsize=8,
+        )  # fmt: skip
+
+
+def plot_by_length(
+    results: list[dict], measure: str, key: str, path: Path, title: str, label: str
+) -> None:
+    """One line for each result (and half-life): `key` of `measure` against the length."""
+    figure, axes = _axes((8, 4.5))
+    for (name, result, limit), color in zip(curves(results), _colors(), strict=False):
+        depth = 0.0 if measure not in LOSSES else None
+        rows = select(result, measure, depth, limit)
+        if rows:
+            x, y = [row["length"] for row in rows], [row[key] for row in rows]
+            axes.plot(x, y, marker="o", markersize=4, linewidth=1.5, color=color, label=name)
+    trained = {result["run"].get("sequence_length") for result in results if "run" in result}
+    _length_axis(axes, lengths_of(results, measure), trained.pop() if len(trained) == 1 else None)
+    axes.set(title=title, ylabel=label)
+    if key in ("accuracy", "exact_match"):
+        axes.set_ylim(-0.03, 1.03)
+    axes.legend(fontsize=8, frameon=False)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def _colors():
+    yield from plt.get_cmap("tab10").colors
+    yield from plt.get_cmap("tab20b").colors
+
+
+def plot_heat_map(results: list[dict], measure: str, path: Path, title: str) -> None:
+    """Accuracy of `measure`: one row for each result, one column for each length."""
+    lengths, names = lengths_of(results, measure), [name for name, _, _ in curves(results)]
+    table = [
+        [
+            next(
+                (r["accuracy"] for r in select(result, measure, 0.0, limit) if r["length"] == n),
+                None,
+            )
+            for n in lengths
+        ]
+        for _, result, limit in curves(results)
+    ]
+    figure, axes = _axes((max(2 + 0.7 * len(lengths), 5.5), 1.2 + 0.4 * len(names)))
+    axes.grid(False)
+    filled = [[float("nan") if value is None else value for value in row] for row in table]
+    axes.imshow(filled, vmin=0, vmax=1, cmap="viridis", aspect="auto")
+    axes.set_xticks(range(len(lengths)), [length_name(length) for length in lengths])
+    axes.set_yticks(range(len(names)), names)
+    for i, row in enumerate(table):
+        for j, value in enumerate(row):
+            if value is not None:
+                color = "black" if value > 0.6 else "white"
+                axes.text(j, i, f"{100 * value:.0f}", ha="center", va="center", color=color)
+    axes.set_title(title, fontsize=10)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def plot_depths(result: dict, measure: str, path: Path, title: str) -> None:
+    """Accuracy of one result: one row for each depth, one column for each length."""
+    depths = sorted({row["depth"] for row in result["rows"] if row["measure"] == measure})
+    by_depth = [
+        {
+            "name": f"depth {depth:g}",
+            "rows": [row | {"depth": 0.0} for row in select(result, measure, depth)],
+        }
+        for depth in depths
+    ]
+    plot_heat_map(by_depth, measure, path, title)
+
+
+def plot_all(results: list[dict], folder: Path) -> list[Path]:
+    """Every plot that the results have data for."""
+    folder.mkdir(parents=True, exist_ok=True)
+    measures = {row["measure"] for result in results for row in result["rows"]}
+    written = []
+    for measure in sorted(measures):
+        path = folder / f"{measure}.png"
+        written.append(path)
+        if measure in LOSSES:
+            title = f"Loss: {LOSSES[measure]}"
+            plot_by_length(results, measure, "nats_per_token", path, title, "nats per token")
+            continue
+        title, label = f"Retrieval: {measure}", "accuracy of answer tokens"
+        plot_by_length(results, measure, "accuracy", path, title, label)
+        written.append(folder / f"{measure}_map.png")
+        plot_heat_map(results, measure, written[-1], f"{title}, accuracy in percent")
+        for result in results:
+            rows = select(result, measure)
+            if len({row["depth"] for row in rows}) > 1:
+                written.append(folder / f"{measure}_depths_{result['name']}.png")
+                plot_depths(result, measure, written[-1], f"{title}, {result['name']}")
+    return written
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def training_table(results: list[dict]) -> str:
+    """Markdown: size, tokens, final loss, speed and MFU of each run."""
+
+    def number(value, form: str) -> str:
+        return "" if value is None else format(value, form)
+
+    rows = [
+        [
+            result["name"],
+            f"{result['training']['parameters'] / 1e6:.1f}M",
+            f"{result['training']['tokens'] / 1e6:.0f}M",
+            f"{result['training']['loss']:.3f}",
+            number(result["training"]["tokens_per_second"], ",.0f"),
+            number(result["training"]["mfu"], ".1%"),
+        ]
+        for result in results
+    ]
+    header = ["run", "parameters", "tokens", "training loss", "tokens per second", "MFU"]
+    return table(header, rows)
+
+
+def length_table(results: list[dict], measure: str, key: str, form: str) -> str:
+    """Markdown: `key` of `measure`, a row for each run, a column for each length."""
+    lengths = lengths_of(results, measure)
+    depth = None if measure in LOSSES else 0.0
+    rows = []
+    for name, result, limit in curves(results):
+        values = {row["length"]: row[key] for row in select(result, measure, depth, limit)}
+        rows.append([name, *(format(values[n], form) if n in values else "" for n in lengths)])
+    return table(["run", *(length_name(n) for n in lengths)], rows)
+
+
+def report(results: list[dict]) -> str:
+    """All tables, in Markdown."""
+    measures = {row["measure"] for result in results for row in result["rows"]}
+    sections = []
+    if any("training" in result for result in results):
+        trained = [result for result in results if "training" in result]
+        sections.append("Training\n\n" + training_table(trained))
+    for measure in sorted(measures & set(LOSSES)):
+        title = f"Loss, {LOSSES[measure]} (nats per token)"
+        sections.append(f"{title}\n\n" + length_table(results, measure, "nats_per_token", ".3f"))
+    for measure in sorted(measures - set(LOSSES)):
+        for key, what in (
+            ("accuracy", "answer tokens that are right"),
+            ("exact_match", "answers that are right"),
+            ("absent_accuracy", "answer tokens that are right without a needle"),
+        ):
+            title = f"Retrieval, {measure}: {what}"
+            sections.append(f"{title}\n\n" + length_table(results, measure, key, ".1%"))
+    return "\n\n".join(sections) + "\n"
+
+
+__all__ = ["length_table", "plot_all", "report", "training_table"]

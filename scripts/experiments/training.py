@@ -1,0 +1,214 @@
+# Copyright 2026 The ATMA team.
+# Licensed under the Apache License, Version 2.0; see the file LICENSE.
+"""Training by Transformers' Trainer: what it lacks for our recipe, and a run from its settings."""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+from atma import AtmaConfig, AtmaForCausalLM
+from atma.modeling_atma import AtmaShortConv
+from benchmarks.training import PEAK_FLOPS, flops_per_token
+from transformers import AutoTokenizer, Trainer, TrainerCallback, TrainingArguments, set_seed
+from transformers.trainer_utils import get_last_checkpoint
+
+from .optimizer import build_optimizer
+from .rows import Rows, isolate_documents, stack_rows
+from .settings import RunSettings
+from .shards import Shards
+
+
+class PretrainingTrainer(Trainer):
+    """Trainer with the optimizer of `settings`, and throughput, MFU and time left in its logs."""
+
+    def __init__(self, settings: RunSettings, **kwargs):
+        self.settings = settings
+        super().__init__(**kwargs)
+        self._flops = flops_per_token(self.model, settings.sequence_length)
+        self._mark: tuple[float, int] | None = None
+
+    def create_optimizer(self, model=None) -> torch.optim.Optimizer:
+        if self.optimizer is None:
+            self.optimizer = build_optimizer(model or self.model, self.settings.optimizer)
+        return self.optimizer
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        # Between two logs. The first counts from the end of the first step: it holds compilation.
+        if "loss" in logs and self._mark is not None:
+            logs |= self._speed(*self._mark)
+        if "loss" in logs:
+            self._mark = time.perf_counter(), self.state.global_step
+        super().log(logs, start_time)
+
+    def _speed(self, since: float, step: int) -> dict[str, float]:
+        seconds = time.perf_counter() - since
+        steps = self.state.global_step - step
+        rate = steps * self.settings.tokens_per_step / seconds
+        left = self.state.max_steps - self.state.global_step
+        speed = {
+            "tokens_per_second": round(rate),
+            "minutes_left": round(left * seconds / steps / 60, 1),
+        }
+        peak = self.settings.peak_flops or peak_flops(self.args.device)
+        if peak is not None:
+            speed["mfu"] = round(rate * self._flops / (peak * self.args.world_size), 4)
+        if self.args.device.type == "cuda":
+            speed["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
+        return speed
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Dense bf16 of one device, where it is known."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return PEAK_FLOPS if any(part in name for part in ("H100", "H200")) else None
+
+
+class StopAfter(TrainerCallback):
+    """Saves a checkpoint and stops once `seconds` have gone by, on all processes in one step."""
+
+    def __init__(self, seconds: float):
+        self.deadline = time.monotonic() + seconds
+
+    def on_step_end(self, args, state, control, **kwargs):
+        over = torch.tensor([time.monotonic() > self.deadline], device=args.device)
+        if args.world_size > 1:
+            torch.distributed.broadcast(over, src=0)
+        if over.item() and state.global_step < state.max_steps:
+            control.should_save = control.should_training_stop = True
+
+
+class FirstLog(TrainerCallback):
+    """Logs after the first step, from where on speed is measured."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 1:
+            control.should_log = True
+
+
+def build_model(settings: RunSettings, tokenizer) -> AtmaForCausalLM:
+    """The model of a run, with the vocabulary of its data."""
+    from_data = {
+        "vocab_size": len(tokenizer),
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "max_position_embeddings": settings.sequence_length,
+    }
+    unknown = sorted(name for name in settings.model if not hasattr(AtmaConfig, name))
+    if unknown:
+        raise ValueError(f"AtmaConfig has no field {unknown[0]!r} (model.{unknown[0]}).")
+    set_seed(settings.seed)
+    model = AtmaForCausalLM(AtmaConfig(**{**from_data, **settings.model}))
+    if settings.zero_conv_in_proj:
+        for module in model.modules():
+            if isinstance(module, AtmaShortConv):
+                torch.nn.init.zeros_(module.in_proj.weight)
+    if settings.compile_layers:
+        for layer in model.model.layers:
+            layer.compile(fullgraph=True)  # in place; layers of one kind share their code
+    return model.to(getattr(torch, settings.weights))
+
+
+def training_arguments(settings: RunSettings) -> TrainingArguments:
+    optimizer = settings.optimizer
+    decay = settings.steps - int(settings.steps * optimizer.constant_fraction)
+    defaults = {
+        "logging_steps": 10,
+        "save_steps": 100,
+        "save_total_limit": 1,
+        "report_to": "none",
+        "disable_tqdm": not sys.stderr.isatty(),
+        "dataloader_pin_memory": torch.cuda.is_available(),
+        "prediction_loss_only": True,
+        "ddp_find_unused_parameters": False,
+    }
+    # YAML reads a bare `no` as false.
+    given = {
+        name: "no" if value is False and name.endswith("_strategy") else value
+        for name, value in settings.trainer.items()
+    }
+    arguments = TrainingArguments(
+        **{**defaults, **given},
+        output_dir=settings.output,
+        seed=settings.seed,
+        max_steps=settings.steps,
+        per_device_train_batch_size=settings.rows_per_device,
+        lr_scheduler_type="warmup_stable_decay",
+        lr_scheduler_kwargs={"num_decay_steps": decay, "decay_type": "linear"},
+        max_grad_norm=optimizer.max_grad_norm,
+        train_sampling_strategy="sequential",  # `Rows` has its own order
+        remove_unused_columns=False,
+    )
+    arguments.gradient_accumulation_steps = settings.accumulation_steps(arguments.world_size)
+    return arguments
+
+
+def build_trainer(settings: RunSettings, stop_after: float | None = None) -> PretrainingTrainer:
+    """The Trainer of a run, with its model and data."""
+    tokenizer = AutoTokenizer.from_pretrained(Path(settings.data) / "tokenizer")
+    arguments = training_arguments(settings)
+    length = settings.sequence_length
+    num_rows = settings.steps * (settings.tokens_per_step // length)
+    validation_rows = None
+    if settings.validation_rows and arguments.eval_strategy != "no":
+        shards = Shards(settings.data, "validation")
+        validation_rows = Rows(shards, length, settings.validation_rows)
+    return PretrainingTrainer(
+        settings,
+        model=build_model(settings, tokenizer),
+        args=arguments,
+        train_dataset=Rows(Shards(settings.data, "train"), length, num_rows, settings.seed),
+        eval_dataset=validation_rows,
+        data_collator=isolate_documents if settings.document_boundaries else stack_rows,
+        processing_class=tokenizer,
+        callbacks=[FirstLog()] + ([] if stop_after is None else [StopAfter(stop_after)]),
+    )
+
+
+def train(settings: RunSettings, stop_after: float | None = None) -> dict | None:
+    """
+    Trains, from the last checkpoint in `settings.output` if there is one, and saves the model.
+
+    Returns what `result.json` holds, or `None` if `stop_after` seconds ended it early.
+    """
+    trainer, output = build_trainer(settings, stop_after), Path(settings.output)
+    checkpoint = get_last_checkpoint(output) if output.is_dir() else None
+    trainer.train(resume_from_checkpoint=checkpoint)
+    if trainer.state.global_step < settings.steps:
+        return None
+    trainer.model.config.use_cache = True  # Trainer switches it off; the saved model wants it
+    trainer.save_model(str(output / "model"))
+    result = summarise(trainer)
+    if trainer.is_world_process_zero():
+        (output / "result.json").write_text(json.dumps(result, indent=1))
+    return result
+
+
+def summarise(trainer: PretrainingTrainer) -> dict:
+    """Losses and speeds of a finished run."""
+    settings, logs = trainer.settings, trainer.state.log_history
+    losses = [entry for entry in logs if "loss" in entry]
+    speeds = sorted(entry["tokens_per_second"] for entry in logs if "tokens_per_second" in entry)
+    utilisation = sorted(entry["mfu"] for entry in logs if "mfu" in entry)
+    return {
+        "parameters": trainer.accelerator.unwrap_model(trainer.model).num_parameters(),
+        "tokens": settings.steps * settings.tokens_per_step,
+        "steps": settings.steps,
+        "passes_over_the_text": round(
+            len(trainer.train_dataset) / trainer.train_dataset.rows_in_stream, 3
+        ),
+        "loss": losses[-1]["loss"],
+        "losses": [[entry["step"], entry["loss"]] for entry in losses],
+        "validation_losses": [[e["step"], e["eval_loss"]] for e in logs if "eval_loss" in e],
+        "tokens_per_second": speeds[len(speeds) // 2] if speeds else None,
+        "mfu": utilisation[len(utilisation) // 2] if utilisation else None,
+        "peak_gib": max((entry["peak_gib"] for entry in logs if "peak_gib" in entry), default=None),
+        "devices": trainer.args.world_size,
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "torch": torch.__version__,
+    }
+
+
+__all__ = ["PretrainingTrainer", "build_model", "build_trainer", "train", "training_arguments"]
