@@ -5,10 +5,18 @@ One tiny model for all tests, with its states amplified: on a default initialisa
 cached state moves the logits by less than any sensible tolerance, and broken caches pass.
 """
 
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from atma import AtmaConfig, AtmaForCausalLM
+from filelock import FileLock
 
+REPOSITORY = Path(__file__).parents[1]
 VOCAB = 101
 
 # Tests run beside each other, and threads that wait for a busy core cost more than they give.
@@ -102,3 +110,33 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float 
 def close():
     """`close(actual, expected, tolerance=5e-4)`: finite, same shape, max absolute difference."""
     return assert_close
+
+
+@pytest.fixture(scope="session")
+def quickstart(request, tmp_path_factory) -> Path:
+    """The folder in which a short `scripts/quickstart.py` ran, once for all workers."""
+    root = tmp_path_factory.getbasetemp()
+    if hasattr(request.config, "workerinput"):  # of pytest-xdist: below the folder of the run
+        root = root.parent
+    folder = root / "quickstart"
+    options = "--steps 8 --batch-size 2 --context 64 --contexts 128 256 --new-tokens 4"
+    with FileLock(f"{folder}.lock"):
+        if not (folder / "done").exists():
+            folder.mkdir(exist_ok=True)
+            script = REPOSITORY / "scripts" / "quickstart.py"
+            subprocess.run(
+                [sys.executable, str(script), *options.split()],
+                check=True,
+                cwd=folder,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+            (folder / "done").touch()
+    return folder
+
+
+@pytest.fixture
+def quickstart_folder(quickstart, tmp_path, monkeypatch) -> Path:
+    """A working directory of its own, as `make quickstart` leaves it."""
+    shutil.copytree(quickstart / "runs", tmp_path / "runs")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path

@@ -5,12 +5,15 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from atma import modeling_atma
+from atma.decode_layer_atma import fused_step
 from atma.kernels.backend import INTERPRETED
 from atma.kernels.decode_convolution import (
     canon_step,
     causal_conv1d_step,
     gated_causal_conv1d_step,
 )
+from atma.kernels.decode_linear import project_step, project_sum_step
 from atma.kernels.gated_delta import gated_delta_reference, gated_delta_step
 from atma.kernels.paged_polar_attention import paged_polar_attention
 from atma.kernels.pages import gather_pages, write_key_value_pages, write_pages
@@ -24,6 +27,7 @@ from atma.kernels.short_convolution import (
 if not (INTERPRETED or torch.cuda.is_available()):
     pytest.skip("Triton needs a GPU, or TRITON_INTERPRET=1.", allow_module_level=True)
 paged_polar_attention_triton = pytest.importorskip("atma.kernels.paged_polar_attention_triton")
+decode_linear_triton = pytest.importorskip("atma.kernels.decode_linear_triton")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16]
@@ -309,6 +313,87 @@ def test_gated_convolution_steps_as_it_runs(T, lengths, dtype):
     assert torch.equal(window, expected_window)
 
 
+def linears(widths, sizes, dtype, bias):
+    weights = [random(n, k, dtype=dtype, seed=n + k) for k, n in zip(widths, sizes, strict=True)]
+    biases = [random(n, dtype=dtype, seed=n) if bias else None for n in sizes]
+    return weights, biases
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bias, norm", [(False, True), (True, False)])
+def test_projections_of_a_token_read_as_apart(bias, norm, dtype):
+    K, sizes = 40, (24, 24, 7)
+    x, (weights, biases) = random(1, 1, K, dtype=dtype), linears([K] * 3, sizes, dtype, bias)
+    norm_weight = random(K, dtype=dtype, seed=9) if norm else None
+    options = {"norm_weight": norm_weight, "norm_eps": 1e-6}
+    exact = x.double()
+    if norm:
+        exact = F.rms_norm(exact, (K,), norm_weight.double(), 1e-6)
+    apart = [
+        F.linear(exact, weight.double(), None if bias is None else bias.double())
+        for weight, bias in zip(weights, biases, strict=True)
+    ]
+    product = apart[0].relu().square() * apart[1]
+    for backend in ("triton", "torch"):
+        found = project_step(x, weights, biases, backend=backend, **options)
+        assert_near(found, torch.cat(apart, -1), 1e-2 if dtype == torch.bfloat16 else None)
+        found = project_step(
+            x, weights[:2], biases[:2], squared_relu=True, backend=backend, **options
+        )
+        assert_near(found, product, 2e-2 if dtype == torch.bfloat16 else None)
+
+
+@pytest.mark.parametrize("dtype, bias", [(torch.float32, False), (torch.bfloat16, True)])
+def test_projections_add_up_on_the_residual(bias, dtype):
+    widths, N = (40, 3, 70), 33
+    inputs = [random(1, 1, k, dtype=dtype, seed=k) for k in widths]
+    weights, biases = linears(widths, [N] * 3, dtype, bias)
+    residual, gate = random(1, 1, N, dtype=dtype, seed=1), random(1, 1, 40, dtype=dtype, seed=2)
+    for real in (None, True, False):
+        mask = None if real is None else torch.tensor([[real]], device=DEVICE)
+        for gating in (None, gate) if real is None else (gate,):
+            expected = residual.double()
+            for i, (x, weight) in enumerate(zip(inputs, weights, strict=True)):
+                if gating is not None and i == 0:
+                    x = x.double() * gating.double().sigmoid()
+                shift = biases[i].double() if bias else None
+                if real is not False:
+                    expected = expected + F.linear(x.double(), weight.double(), shift)
+            for backend in ("triton", "torch"):
+                found = project_sum_step(
+                    inputs, weights, biases, residual, gate=gating, real=mask, backend=backend
+                )
+                assert_near(found, expected, 1e-2 if dtype == torch.bfloat16 else None)
+
+
+@pytest.mark.parametrize("overrides", [{}, {"use_memory": False, "use_bias": False}])
+def test_a_fused_layer_steps_as_its_modules_do(make_model, tokens, monkeypatch, overrides):
+    """One token on a full cache, then a hook that the fused form would not call."""
+    monkeypatch.undo()
+    shape = {"layer_types": ["conv", "hybrid"], **overrides}
+    plain = make_model(kernel_backend="torch", **shape).to(DEVICE)
+    fused = make_model(kernel_backend="triton", **shape).to(DEVICE)
+    ids = tokens(1, 8).to(DEVICE)
+    if INTERPRETED:  # few programs, which run one after the other
+        monkeypatch.setattr(decode_linear_triton, "_TILE", (64, 64, 1))
+        monkeypatch.setattr(decode_linear_triton, "_SUM_TILE", (64, 64, 1))
+    steps, calls = [], []
+    monkeypatch.setattr(
+        modeling_atma, "fused_step", lambda *args: steps.append(args) or fused_step(*args)
+    )
+    with torch.no_grad():
+        expected = plain(ids, use_cache=False).logits
+        cache = plain(ids[:, :5], use_cache=True).past_key_values
+        for position in (5, 6):
+            found = fused(ids[:, position : position + 1], past_key_values=cache).logits
+            assert_near(found, expected[:, position : position + 1], 1e-4)
+        fused.model.layers[1].mlp.up_proj.register_forward_hook(lambda *args: calls.append(args))
+        found = fused(ids[:, 7:], past_key_values=cache).logits
+    assert_near(found, expected[:, 7:], 1e-4)
+    # Two layers twice, then the first alone.
+    assert len(steps) == 5 and len(calls) == 1
+
+
 def test_torch_paths_of_the_steps_agree():
     inputs = [random(2, 3, C, dtype=torch.float64, seed=C) for C in (8, 4, 4)]
     weights = [random(C, 4, dtype=torch.float64, seed=C + 1) for C in (8, 4, 4)]
@@ -328,6 +413,7 @@ def operators():
         causal_conv1d_step_op,
         gated_causal_conv1d_step_op,
     )
+    from atma.kernels.decode_linear_triton import project_step_op, project_sum_step_op
     from atma.kernels.gated_delta_step_triton import gated_delta_step_op
     from atma.kernels.pages_triton import write_key_value_pages_op
 
@@ -353,6 +439,14 @@ def operators():
             causal_conv1d_step_op,
             (random(1, 1, 16), random(16, 3), window, None, True),
         ),
+        "projections": (
+            project_step_op,
+            (random(1, 1, 8), [random(4, 8), random(3, 8)], [], random(8), 1e-6, False),
+        ),
+        "sum of projections": (
+            project_sum_step_op,
+            ([random(1, 1, 8)], [random(4, 8)], [random(4)], random(1, 1, 4), None, None),
+        ),
         "gated convolution": (
             gated_causal_conv1d_step_op,
             (random(1, 1, 48), random(16, 3), window, None),
@@ -361,7 +455,17 @@ def operators():
 
 
 @pytest.mark.parametrize(
-    "name", ["attention", "memory", "pages", "canon", "convolution", "gated convolution"]
+    "name",
+    [
+        "attention",
+        "memory",
+        "pages",
+        "canon",
+        "convolution",
+        "gated convolution",
+        "projections",
+        "sum of projections",
+    ],
 )
 def test_operators_are_what_they_declare(name, monkeypatch):
     monkeypatch.undo()

@@ -312,7 +312,7 @@ def test_attention_implementations_that_cannot_be_honoured_are_refused(make_mode
 def test_a_static_cache_decodes_in_one_compiled_graph(make_model, tokens):
     """
     Transformers' own compilation, fullgraph: equal tokens, second call and third batch size
-    included, and nothing compiles after the second step.
+    included, and nothing compiles after the first step of a batch size.
     """
     model = make_model()
     graphs = []
@@ -332,7 +332,7 @@ def test_a_static_cache_decodes_in_one_compiled_graph(make_model, tokens):
         before = len(graphs)
         found = model.generate(ids, cache_implementation="static", compile_config=config, **options)
         assert torch.equal(found, expected)
-        assert len(graphs) - before <= 2
+        assert len(graphs) - before <= 1
         assert len(graphs) > 0
     again = len(graphs)
     model.generate(

@@ -15,7 +15,7 @@ def test_the_soft_cap_is_algebraic():
     x = torch.tensor([-1e4, -15.0, 0.0, 3.0, 1e6], dtype=torch.float64)
     close = torch.tensor([-15.0, -15 / math.sqrt(2), 0.0, 3 / math.sqrt(1.04), 15.0])
     assert torch.allclose(soft_cap(x, 15.0), close.double(), atol=1e-4)
-    assert soft_cap(x.bfloat16(), 15.0).dtype == torch.float32
+    assert soft_cap(x.bfloat16(), 15.0).dtype == torch.bfloat16
 
 
 def naive_forward(model: AtmaForCausalLM, ids: torch.Tensor) -> torch.Tensor:

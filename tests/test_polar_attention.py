@@ -3,11 +3,15 @@
 """Polar attention: the oracle against the definition, the streaming form against the oracle."""
 
 import math
+import types
+import warnings
 
 import pytest
 import torch
 import torch.nn.functional as F
+from atma.kernels import backend as backend_module
 from atma.kernels import polar_attention as module
+from atma.kernels import polar_attention_tiles as tiles
 from atma.kernels.backend import choose_backend
 from atma.kernels.documents import document_ids, positions_in_document
 from atma.kernels.polar_attention import (
@@ -518,7 +522,54 @@ def test_the_backend_is_chosen_by_device_and_by_what_exists():
         choose_backend("triton", device, "op", has_triton=True)
 
 
+def test_a_gpu_without_triton_is_slow_and_says_so_once(monkeypatch):
+    monkeypatch.setattr(backend_module, "triton", None)
+    gpu = types.SimpleNamespace(is_cuda=True, device=torch.device("cuda"))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for operation in ("one", "another"):
+            assert choose_backend("auto", gpu, operation) == "torch"
+        choose_backend("torch", gpu, "meant")
+    assert ["Install the package triton" in str(x.message) for x in caught] == [True]
+
+
 def test_documents_may_be_empty_and_end_before_the_row():
     offsets = torch.tensor([0, 0, 1, 4, 4], dtype=torch.int32)
     assert document_ids(offsets, 6).tolist() == [1, 2, 2, 2, 4, 4]
     assert positions_in_document(offsets, 6).tolist() == [0, 0, 1, 2, 0, 1]
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """Pretends to be a GPU of some compute capability and shared memory."""
+
+    def pretend(capability, limit):
+        tiles._tile.cache_clear()
+        monkeypatch.setattr(tiles, "device_limits", lambda _: (capability, limit))
+        where = types.SimpleNamespace(index=0)
+        return types.SimpleNamespace(is_cuda=True, device=where, element_size=lambda: 2)
+
+    yield pretend
+    tiles._tile.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "capability, limit",
+    [((8, 0), 166912), ((8, 6), 101376), ((8, 9), 101376), ((9, 0), 232448), ((12, 0), 101376)],
+)
+def test_every_tile_fits_the_shared_memory_of_its_device(capability, limit, device):
+    x = device(capability, limit)
+    for kernel in ("forward", "query", "key"):
+        for block_dim in (16, 32, 64, 128, 256):
+            for reach in (0, tiles.LONG):
+                tile = tiles.choose_tile(kernel, x, block_dim, reach)
+                assert tiles.shared_memory(kernel, tile, 2, block_dim) <= limit
+                assert min(tile[:2]) >= 16
+
+
+def test_at_most_two_forward_tiles_for_all_lengths(device):
+    for capability, tiles_of_it in (((8, 0), 1), ((9, 0), 2)):
+        x = device(capability, 232448)
+        found = [tiles.choose_tile("forward", x, 128, reach) for reach in (1, 4095, 4096, 2**20)]
+        assert len(set(found)) == tiles_of_it
+        assert found[0] == found[1] and found[2] == found[3]

@@ -3,7 +3,11 @@
 """Polar attention's kernels against the oracle in fp64: on a GPU, or with TRITON_INTERPRET=1 on the
 CPU."""
 
+import copy
+import importlib.util
 import itertools
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +20,7 @@ DEVICE = "cuda" if IS_CUDA else "cpu"
 if not (IS_CUDA or INTERPRETED):
     pytest.skip("Triton needs a GPU, or TRITON_INTERPRET=1.", allow_module_level=True)
 
+from atma.kernels import polar_attention_tiles as tiles  # noqa: E402
 
 # The interpreter takes bf16 for integers in its products.
 HALF = torch.bfloat16 if IS_CUDA else torch.float16
@@ -119,8 +124,7 @@ def test_windows(window):
     assert_same(make_inputs(1, 70, 83, 2, 1, 16), window=window)
 
 
-@pytest.mark.parametrize("window", [None, 7])
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("window, dtype", [(None, torch.int32), (7, torch.int64)])
 def test_documents(window, dtype):
     offsets = torch.tensor(DOCUMENTS, dtype=dtype, device=DEVICE)
     # Two tokens follow the last document.
@@ -304,9 +308,9 @@ def test_it_compiles_as_one_graph(options):
 
 
 def test_the_operators_keep_their_promises():
-    inputs = [x.detach() for x in make_inputs(1, 20, 24, 2, 1, 16)]
-    offsets = torch.tensor([0, 3, 20], device=DEVICE)
-    for key_slice, documents in ((slice(None), None), (slice(20), offsets)):
+    inputs = [x.detach() for x in make_inputs(1, 8, 9, 2, 1, 16)]
+    offsets = torch.tensor([0, 3, 8], device=DEVICE)
+    for key_slice, documents in ((slice(None), None), (slice(8), offsets)):
         arguments = [x[:, key_slice] if i in (1, 2) else x for i, x in enumerate(inputs)]
         arguments += [documents, None, 7]
         torch.library.opcheck(module.polar_fwd_op, (*arguments, True))
@@ -328,15 +332,183 @@ def test_what_the_kernels_do_not_serve_is_refused():
         polar_attention(*inputs, window=0, backend="triton")
 
 
-@pytest.mark.skipif(not IS_CUDA, reason="The interpreter compiles nothing.")
+def test_the_tuner_rewrites_the_table_and_nothing_else(tmp_path, monkeypatch):
+    script = Path(__file__).parents[1] / "scripts" / "tune_polar_attention.py"
+    spec = importlib.util.spec_from_file_location("tune_polar_attention", script)
+    tuner = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tuner)
+    original = Path(tiles.__file__).read_text()
+    path = tmp_path / "tiles.py"
+    path.write_text(original)
+    tuner.write_table(path)
+    assert path.read_text() == original
+    monkeypatch.setattr(tiles, "TILES", copy.deepcopy(tiles.TILES))
+    tiles.set_tile("query", (10, 0), (2, 128), (128, 64, 4, 2))
+    tuner.write_table(path)
+    namespace = {}
+    exec(path.read_text(), namespace)
+    assert namespace["TILES"] == tiles.TILES
+    assert namespace["TILES"]["query"][10, 0] == {(2, 128): (128, 64, 4, 2)}
+
+
+on_gpu = pytest.mark.skipif(not IS_CUDA, reason="Needs a GPU.")
+
+
+def compiled_variants():
+    """How many kernels of each kind have been compiled so far, by name."""
+    from atma.kernels import polar_attention_backward_triton as backward
+    from atma.kernels import polar_attention_triton as forward
+
+    kernels = {name: x for file in (forward, backward) for name, x in vars(file).items()}
+    kernels = {name: x for name, x in kernels.items() if name.startswith("polar_attention_")}
+    return {
+        name: sum(len(cache[0]) for cache in x.device_caches.values())
+        for name, x in kernels.items()
+        if hasattr(x, "device_caches")
+    }
+
+
+@on_gpu
 def test_a_new_length_compiles_nothing():
-    from atma.kernels.polar_attention_triton import polar_attention_fwd_kernel as kernel
-
-    def variants():
-        return sum(len(cache[0]) for cache in kernel.device_caches.values())
-
     outputs_and_gradients(polar_attention, make_inputs(1, 33, 33, 2, 1, 16, HALF))
-    before = variants()
-    for batch, length in itertools.product((1, 2), (1, 2, 15, 16, 17, 32, 64, 1000)):
+    before = compiled_variants()
+    assert len(before) == 5 and all(before.values())
+    lengths = (1, 2, 15, 16, 17, 32, 33, 64, *range(1000, 1021))
+    for batch, length in itertools.product((1, 2), lengths):
         outputs_and_gradients(polar_attention, make_inputs(batch, length, length, 2, 1, 16, HALF))
-    assert variants() == before
+    assert compiled_variants() == before
+
+
+@on_gpu
+def test_long_rows_compile_one_forward_more_at_most():
+    def run(length):
+        outputs_and_gradients(polar_attention, make_inputs(1, length, length, 1, 1, 128, HALF))
+
+    run(33)
+    before = compiled_variants()
+    for length in (tiles.LONG, tiles.LONG + 1, 3 * tiles.LONG):
+        run(length)
+    after = compiled_variants()
+    assert after.pop("polar_attention_fwd_kernel") <= before.pop("polar_attention_fwd_kernel") + 1
+    assert after == before
+
+
+@on_gpu
+@pytest.mark.parametrize("dim", [24, 64, 72, 96, 128, 160])
+def test_more_head_sizes(dim):
+    assert_same(make_inputs(1, 130, 130, 3, 1, dim, HALF))
+
+
+@on_gpu
+@pytest.mark.parametrize("heads, groups", [(7, 7), (12, 4), (14, 2), (20, 4), (15, 5)])
+def test_more_groups(heads, groups):
+    assert_same(make_inputs(2, 130, 130, heads, groups, 64, HALF))
+
+
+@on_gpu
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 63, 64, 65, 100])
+def test_nothing_behind_the_end_is_read(length):
+    """Tensors at the very end of an allocation of NaN."""
+    inputs = make_inputs(1, length, length, 2, 1, 64, HALF)
+    expected = outputs_and_gradients(polar_attention, inputs)
+    for i, x in enumerate(inputs):
+        storage = torch.full((x.numel() + 4096,), float("nan"), dtype=x.dtype, device=DEVICE)
+        inputs[i] = storage[-x.numel() :].view(x.shape).copy_(x.detach()).requires_grad_()
+    for name, x in outputs_and_gradients(polar_attention, inputs).items():
+        torch.testing.assert_close(x, expected[name], rtol=0, atol=0)
+
+
+def last_rows(inputs, rows, weight, **options):
+    """Direction and magnitude of the last rows, and what a loss on them gives query, key, value."""
+    direction, magnitude = polar_attention(*inputs, **options)[:2]
+    direction, magnitude = direction[:, -rows:], magnitude[:, -rows:]
+    loss = (direction * weight).sum() + magnitude.sum()
+    return direction, magnitude, *torch.autograd.grad(loss, inputs[:3])
+
+
+@on_gpu
+def test_a_million_tokens():
+    """Every key counts: the last rows against the oracle, which takes those rows alone."""
+    length, rows = 2**20 + 3, 3
+    inputs = make_inputs(1, length, length, 1, 1, 16, HALF)
+    inputs[5] = torch.full((1,), -5.0, device=DEVICE)  # a weak null
+    weight = torch.randn(1, rows, 1, 16, device=DEVICE, dtype=HALF)
+    direction, magnitude, *gradients = last_rows(inputs, rows, weight)
+    reference = exact([inputs[0][:, -rows:], *inputs[1:]])
+    expected = polar_attention_reference(*reference)
+    loss = (expected.direction * weight).sum() + expected.magnitude.sum()
+    wanted = torch.autograd.grad(loss, reference[:3])
+    assert relative(direction, expected.direction) < 5e-3
+    assert relative(magnitude, expected.magnitude) < 5e-3
+    assert not gradients[0][:, :-rows].any()
+    for x, y in zip((gradients[0][:, -rows:], *gradients[1:]), wanted, strict=True):
+        assert relative(x, y) < 8e-3
+
+
+@on_gpu
+def test_more_than_2_31_elements():
+    """With a window the last rows are those of a short run over the same slice."""
+    length, heads, short, window = 2**20 + 77, 16, 400, 64
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    query, key, value = (
+        torch.randn(
+            1, length, n, 128, device=DEVICE, dtype=HALF, generator=generator
+        ).requires_grad_()
+        for n in (heads, 1, 1)
+    )
+    assert query.numel() > 2**31
+    parameters = make_inputs(1, 1, 1, heads, 1, 128)[3:]
+    weight = torch.randn(1, short // 2, heads, 128, device=DEVICE, dtype=HALF)
+    found = last_rows([query, key, value, *parameters], short // 2, weight, window=window)
+    slices = [x.detach()[:, -short:].requires_grad_() for x in (query, key, value)]
+    expected = last_rows([*slices, *parameters], short // 2, weight, window=window)
+    for x, y in zip(found, expected, strict=True):
+        assert relative(x[:, -y.shape[1] :], y) < 3e-3  # rows fall into other tiles
+
+
+@on_gpu
+@pytest.mark.parametrize("batch, stride", [(1, 2**25 + 8), (2, 2**31 + 64)])
+def test_enormous_strides(batch, stride):
+    """Rows or sequences so far apart that 32 bits do not count the elements between them."""
+    plain = make_inputs(batch, 65, 65, 2, 1, 64, HALF)
+    expected = outputs_and_gradients(polar_attention, plain)
+    buffer = torch.empty(65 * (2**25 + 8), dtype=HALF, device=DEVICE)
+    inputs = plain[:]
+    for i, x in enumerate(plain[:3]):
+        strides = (0, stride, 64, 1) if batch == 1 else (stride, 256, 64, 1)
+        view = buffer.as_strided(x.shape, strides, 128 * i if batch == 1 else 2**16 * i)
+        inputs[i] = view.copy_(x.detach()).requires_grad_()
+    for name, x in outputs_and_gradients(polar_attention, inputs).items():
+        torch.testing.assert_close(x, expected[name], rtol=0, atol=0)
+
+
+@on_gpu
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_every_tile_of_the_table_is_deterministic(dim, size, monkeypatch):
+    capability = torch.cuda.get_device_capability()
+    known = {
+        t for table in tiles.TILES.values() for c in table if c <= capability for t in table[c]
+    }
+    if (size, dim) not in known:
+        pytest.skip("The table has no such tile for this device.")
+    inputs = make_inputs(2, 300, 300, 4, 2, dim, {2: HALF, 4: torch.float32}[size])
+    for long in (0, tiles.LONG):
+        monkeypatch.setattr(tiles, "LONG", long)
+        first = outputs_and_gradients(polar_attention, inputs)
+        for _ in range(29):
+            again = outputs_and_gradients(polar_attention, inputs)
+            assert all(torch.equal(x, first[name]) for name, x in again.items())
+
+
+@on_gpu
+def test_threads_may_call_it_first_at_the_same_time():
+    inputs = make_inputs(1, 100, 100, 2, 1, 104, HALF)  # a head size that no other test compiles
+
+    def run(_):
+        return outputs_and_gradients(polar_attention, [x.detach().requires_grad_() for x in inputs])
+
+    with ThreadPoolExecutor(4) as pool:
+        first, *others = pool.map(run, range(4))
+    for other in others:
+        assert all(torch.equal(x, first[name]) for name, x in other.items())

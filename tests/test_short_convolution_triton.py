@@ -9,6 +9,7 @@ import pytest
 import torch
 from atma.kernels.backend import INTERPRETED
 from atma.kernels.short_convolution import (
+    canon_convolution,
     causal_conv1d,
     causal_conv1d_reference,
     gated_causal_conv1d,
@@ -58,6 +59,18 @@ def plain(*inputs, reference=False, **options):
 def gated(*inputs, reference=False, **options):
     function = gated_causal_conv1d_reference if reference else gated_causal_conv1d
     return function(*inputs, **options, **({} if reference else {"backend": "triton"}))
+
+
+def canon(*inputs, reference=False, initial_states=None, **options):
+    """Three streams and their weights."""
+    if not reference:
+        options["initial_states"] = initial_states
+        return canon_convolution(*inputs, backend="triton", **options)
+    states = initial_states or [None] * 3
+    return tuple(
+        causal_conv1d_reference(x, weight, initial_state=state, residual=True, **options)
+        for x, weight, state in zip(inputs[:3], inputs[3:], states, strict=True)
+    )
 
 
 def make_inputs(function, batch, tokens, channels, taps, has_state, dtype=torch.float32):
@@ -144,6 +157,34 @@ def test_any_split_continues_the_state():
     torch.testing.assert_close(torch.cat(outputs, 1), whole)
 
 
+@pytest.mark.parametrize(
+    "tokens, has_state, offsets",
+    [(1, True, None), (70, False, None), (300, True, None), (70, False, [0, 0, 3, 40, 66])],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
+def test_one_launch_equals_a_convolution_of_each_stream(tokens, has_state, offsets, dtype):
+    """Streams of several widths, none a multiple of the kernels' blocks."""
+    batch, widths = 1 if offsets else 2, (152, 24, 24)
+    streams = [draw(batch, tokens, c, seed=i, dtype=dtype) for i, c in enumerate(widths)]
+    streams[2] = streams[2].mT.contiguous().mT
+    weights = [draw(c, 4, seed=3 + i, dtype=dtype) for i, c in enumerate(widths)]
+    states = [draw(batch, 3, c, seed=6 + i, dtype=dtype) for i, c in enumerate(widths)] * has_state
+    cu_seqlens = None if offsets is None else torch.tensor(offsets, device=DEVICE)
+    results = []
+    for cast in (dtype, torch.float64):
+        leaves = [x.detach().to(cast).requires_grad_() for x in (*streams, *weights, *states)]
+        outputs = canon(
+            *leaves[:6],
+            reference=cast == torch.float64,
+            initial_states=leaves[6:] or None,
+            cu_seqlens=cu_seqlens,
+        )
+        gradients = [draw(*y.shape, seed=9).to(dtype).to(cast) for y in outputs]
+        results.append([outputs, torch.autograd.grad(outputs, leaves, gradients)])
+    for found, expected, tolerance in zip(*results, TOLERANCES[dtype], strict=True):
+        assert_close(found, expected, tolerance)
+
+
 @pytest.mark.parametrize("function", [plain, gated])
 def test_any_strides_of_inputs_and_gradients(function):
     inputs = make_inputs(function, 2, 35, 24, 3, True)
@@ -194,10 +235,13 @@ def test_operators_follow_the_rules_of_torch():
 
     tests = ("test_schema", "test_faketensor")
     for function in (plain, gated):
-        arguments = (*make_inputs(function, 2, 9, 24, 3, True), None, False, function is gated)
-        torch.library.opcheck(causal_conv1d_fwd_op, arguments, test_utils=tests)
-        y, conv_input = causal_conv1d_fwd_op(*arguments)
-        arguments = (y, conv_input if function is gated else None, *arguments)
+        is_gated = function is gated
+        arguments = (*make_inputs(function, 2, 9, 24, 3, True), None, False, is_gated)
+        for return_input in {is_gated, False}:
+            options = (*arguments, return_input)
+            torch.library.opcheck(causal_conv1d_fwd_op, options, test_utils=tests)
+        y, conv_input = causal_conv1d_fwd_op(*arguments, is_gated)
+        arguments = (y, conv_input if is_gated else None, *arguments)
         torch.library.opcheck(causal_conv1d_bwd_op, arguments, test_utils=tests)
 
 
@@ -209,6 +253,21 @@ def test_training_compiles_as_one_graph():
         y, conv_input = gated(projected, weight, cu_seqlens=cu_seqlens)
         mixed = causal_conv1d(y, weight, residual=True, backend="triton")
         return mixed.square().sum() + conv_input.sum()
+
+    expected = torch.autograd.grad(loss(*inputs), inputs)
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(torch.autograd.grad(compiled(*inputs), inputs), expected)
+
+
+def test_the_compiler_may_leave_the_convolutions_input_away():
+    """The compiler makes gradients of zeros for results that nobody used: no unwritten ones."""
+    inputs = [x.requires_grad_() for x in make_inputs(gated, 1, 40, 24, 3, False)]
+
+    def loss(projected, weight):
+        y, conv_input = gated(projected, weight, return_input=False)
+        assert conv_input is None
+        streams = canon(y, y[..., :8], 2 * y[..., :8], weight, weight[:8], weight[:8])
+        return sum(x.square().sum() for x in streams)
 
     expected = torch.autograd.grad(loss(*inputs), inputs)
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")

@@ -9,6 +9,10 @@ import torch
 import torch.nn.functional as F
 from atma import AtmaConfig, AtmaForCausalLM
 from datasets import Dataset
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    checkpoint_wrapper,
+)
 from transformers import Trainer, TrainingArguments
 
 CORES = ["polar", "nope", "rope"]
@@ -156,6 +160,21 @@ def test_gradient_checkpointing_changes_no_gradient(make_model, tokens, core, re
     for name in grads[0]:
         # The distractor keys are drawn anew by each forward; the recomputation restores the draw.
         assert (grads[0][name] - grads[1][name]).norm() <= 1e-5 * grads[0][name].norm(), name
+
+
+def test_layers_may_be_recomputed_by_a_wrapper(make_model, tokens):
+    """As FSDP's and accelerate's checkpointing do, of which the model knows nothing."""
+    ids = tokens(2, 19)
+    plain, model = make_model().train(), make_model().train()
+    layers = model.model.layers
+    for i, layer in enumerate(layers):
+        layers[i] = checkpoint_wrapper(layer, checkpoint_impl=CheckpointImpl.NO_REENTRANT)
+    for each in (plain, model):
+        each(ids, labels=ids).loss.backward()
+    for (name, p), other in zip(plain.named_parameters(), model.parameters(), strict=True):
+        assert torch.equal(p.grad, other.grad), name
+    with pytest.raises(RuntimeError, match="pass use_cache=False"):
+        model(ids, labels=ids, use_cache=True).loss.backward()
 
 
 def test_a_filled_cache_with_checkpointing_is_refused(make_model, tokens):

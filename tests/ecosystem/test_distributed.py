@@ -2,6 +2,7 @@
 # Licensed under the Apache License, Version 2.0; see the file LICENSE.
 """Two processes on the CPU train as one does; placement by accelerate changes nothing."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -11,19 +12,34 @@ import torch
 import torch.distributed as dist
 from accelerate import (
     Accelerator,
+    FullyShardedDataParallelPlugin,
     cpu_offload,
     disk_offload,
     dispatch_model,
     init_empty_weights,
     load_checkpoint_and_dispatch,
 )
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
 from atma import AtmaConfig, AtmaForCausalLM
+from atma.modeling_atma import AtmaDecoderLayer
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor
+from transformers.integrations import HfDeepSpeedConfig, is_deepspeed_available
 
 KINDS = [
     "ddp",
+    "fsdp1",
+    "fsdp1 bf16 weights",
+    "accelerate's fsdp2",
+    "accelerate's fsdp2 with its checkpointing",
     "fsdp2",
     "fsdp2 offload",
     "fsdp2 checkpointed",
@@ -46,9 +62,35 @@ def shard(model, **options):
     return fully_shard(model, mesh=mesh, **options)
 
 
+def shard_by_fsdp1(model):
+    """Flat parameters need one dtype in a unit, as all our parameters have."""
+    policy = functools.partial(
+        transformer_auto_wrap_policy, transformer_layer_cls={AtmaDecoderLayer}
+    )
+    return FullyShardedDataParallel(
+        model, auto_wrap_policy=policy, device_id=torch.device("cpu"), use_orig_params=True
+    )
+
+
+def shard_by_accelerate(model, **options):
+    """As `accelerate launch` and Trainer do on GPUs; on CPUs accelerate itself takes DDP."""
+    AcceleratorState._reset_state(True)
+    accelerator = Accelerator(cpu=True)
+    accelerator.state.distributed_type = DistributedType.FSDP
+    accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", **options
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # it asks for one
+    return accelerator.prepare(model, optimizer)[0]
+
+
 def prepare(model, kind: str):
     if kind == "ddp":
         return Accelerator(cpu=True).prepare(model)
+    if "fsdp1" in kind:
+        return shard_by_fsdp1(model.bfloat16() if "bf16" in kind else model)
+    if "accelerate" in kind:
+        return shard_by_accelerate(model, activation_checkpointing="checkpointing" in kind)
     if "checkpointed" in kind:
         model.gradient_checkpointing_enable()
     options = {}
@@ -76,11 +118,63 @@ def train(model, rank: int = 0, world_size: int = 1) -> dict:
     return {"losses": losses / world_size, **full_weights(model)}
 
 
+WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "module.")
+
+
 def full_weights(model) -> dict[str, torch.Tensor]:
-    return {
-        name.removeprefix("module."): (p.full_tensor() if isinstance(p, DTensor) else p).detach()
-        for name, p in model.named_parameters()
-    }
+    """The weights from all processes, by their own names."""
+    found = {}
+    with FullyShardedDataParallel.summon_full_params(model):
+        for name, p in model.named_parameters():
+            for wrapper in WRAPPERS:
+                name = name.replace(wrapper, "")
+            found[name] = (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
+    return found
+
+
+ZERO3 = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_clipping": 0.0,
+    "zero_allow_untested_optimizer": True,
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+}
+
+
+def train_by_zero3(folder: str, rank: int, world_size: int) -> dict:
+    """
+    Initialisation, loading, generation and two steps under ZeRO-3, which leaves parameters empty
+    outside of the modules that use them, also for a loss that would rather read the head.
+    """
+    import deepspeed
+
+    deepspeed.init_distributed("gloo")
+    keep = HfDeepSpeedConfig(ZERO3)  # by it, Transformers knows what is to come
+
+    def gathered(model) -> dict[str, torch.Tensor]:
+        found = {}
+        for name, p in model.named_parameters():
+            with deepspeed.zero.GatheredParameters([p]):
+                found[name] = p.detach().clone()
+        return found
+
+    torch.manual_seed(0)
+    fresh = AtmaForCausalLM._from_config(AtmaConfig.tiny(zero_init_residual=False))
+    model = AtmaForCausalLM.from_pretrained(folder, fused_linear_cross_entropy=True).train()
+    results = {"empty": {len(p) for p in (*fresh.parameters(), *model.parameters())} == {0}}
+    results |= {"fresh": gathered(fresh), "loaded": gathered(model)}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=keep.config)[0]
+    results["text"] = model.generate(next(batches()), synced_gpus=True, **OPTIONS)
+    losses = []
+    for ids in batches():
+        ids = ids[rank::world_size]
+        loss = engine(input_ids=ids, labels=ids).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.detach())
+    losses = torch.stack(losses)
+    dist.all_reduce(losses)
+    return {**results, "trained": {"losses": losses / world_size, **gathered(model)}}
 
 
 def main():
@@ -91,6 +185,9 @@ def main():
     for kind in KINDS:
         model = AtmaForCausalLM.from_pretrained(folder).train()
         results[kind] = train(prepare(model, kind), dist.get_rank(), dist.get_world_size())
+    if is_deepspeed_available():
+        zero3 = train_by_zero3(folder, dist.get_rank(), dist.get_world_size())
+        results |= {"zero3": zero3.pop("trained"), "zero3 parts": zero3}
     if dist.get_rank() == 0:
         torch.save(results, out)
     dist.barrier()
@@ -107,19 +204,26 @@ def results(make_model, tmp_path_factory):
         + [__file__, str(folder / "model"), str(folder / "results")],
         check=True,
         cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
     )
     found = torch.load(folder / "results", weights_only=True)
     alone = AtmaForCausalLM.from_pretrained(folder / "model").train()
     return {**found, "one process": train(alone)}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+NEEDS_DEEPSPEED = pytest.mark.skipif(
+    not is_deepspeed_available(), reason="DeepSpeed is not installed"
+)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, pytest.param("zero3", marks=NEEDS_DEEPSPEED)])
 def test_two_processes_train_as_one(results, make_model, kind):
     start, expected, found = make_model().state_dict(), results["one process"], results[kind]
     assert set(found) == set(expected)
     names = sorted(set(expected) - {"losses"})
-    if "bf16" in kind:  # as a whole: some gradients are mostly rounding
+    if "weights" in kind:  # steps are as small as the rounding of the weights themselves
+        groups, tolerance = [], 0.01
+    elif "bf16" in kind:  # as a whole: some gradients are mostly rounding
         groups, tolerance = [names], 0.2
     else:
         groups, tolerance = [[name] for name in names], 2e-4
@@ -128,6 +232,22 @@ def test_two_processes_train_as_one(results, make_model, kind):
         moved = torch.cat([(expected[name] - start[name]).flatten() for name in group])
         off = torch.cat([(found[name] - expected[name]).flatten() for name in group])
         assert off.norm() <= tolerance * moved.norm() + 1e-7, group
+
+
+@NEEDS_DEEPSPEED
+def test_zero3_initialises_and_loads_what_is_meant(results, make_model):
+    parts, designed = results["zero3 parts"], AtmaConfig.tiny(zero_init_residual=False)
+    assert parts["empty"]
+    for name, built in AtmaForCausalLM(designed).state_dict().items():
+        found = parts["fresh"][name]
+        assert found.shape == built.shape, name
+        if built.std() > 0:
+            assert 0.5 < (found.std() / built.std()).item() < 2, name
+        else:
+            assert torch.equal(found, built), name
+    for name, value in make_model().state_dict().items():
+        assert torch.equal(parts["loaded"][name], value), name
+    assert torch.equal(parts["text"], make_model().generate(next(batches()), **OPTIONS))
 
 
 def same_as_plain(model, make_model, tokens):

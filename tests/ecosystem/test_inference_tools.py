@@ -13,46 +13,26 @@ from lm_eval import evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.api.task import ConfigurableTask
 from lm_eval.models.huggingface import HFLM
-from tokenizers import Tokenizer, models, pre_tokenizers
+from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from torch import nn
 from torchao.quantization import Int8WeightOnlyConfig, IntxWeightOnlyConfig, PerGroup
 from torchao.utils import TorchAOBaseTensor
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TorchAoConfig, pipeline
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig, pipeline
+from transformers.generation import CompileConfig
 from transformers.testing_utils import CaptureLogger
 from transformers.utils import logging
 
-WORDS = ["<pad>", "<end>", *(f"w{i}" for i in range(2, 101))]
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    words = Tokenizer(models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="<pad>"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=words, eos_token="<end>", pad_token="<pad>", padding_side="left"
-    )
-
-
-def texts(tokens, *lengths):
-    return [
-        " ".join(WORDS[max(i, 2)] for i in tokens(n, seed=n + k).tolist())
-        for k, n in enumerate(lengths)
-    ]
-
 
 @pytest.fixture
-def saved(make_model, tokenizer, tmp_path):
-    folder = tmp_path / "model"
-    make_model(eos_token_id=1).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+def texts(text):
+    return lambda *lengths: [text(n, n + k) for k, n in enumerate(lengths)]
 
 
 # Pipelines.
 
 
-def test_a_pipeline_writes_the_same_text_in_every_batch_size(saved, tokens):
-    prompts = texts(tokens, 9, 4, 7, 12, 1)
+def test_a_pipeline_writes_the_same_text_in_every_batch_size(saved, texts):
+    prompts = texts(9, 4, 7, 12, 1)
     with CaptureLogger(logging.get_logger("transformers.pipelines.base")) as messages:
         write = pipeline("text-generation", str(saved))
     assert "not supported" not in messages.out
@@ -72,13 +52,11 @@ def harness(saved, tokenizer, batch_size):
 
 
 @pytest.mark.parametrize("batch_size", [4, "auto"])
-def test_the_harness_gets_the_same_answers_in_every_batch_size(
-    saved, tokenizer, tokens, batch_size
-):
+def test_the_harness_gets_the_same_answers_in_every_batch_size(saved, tokenizer, texts, batch_size):
     def ask(kind, arguments):
         return [Instance(kind, {}, pair, i) for i, pair in enumerate(arguments)]
 
-    contexts, answers = texts(tokens, 9, 4, 7, 12, 3), texts(tokens, 2, 5, 1, 3, 4)
+    contexts, answers = texts(9, 4, 7, 12, 3), texts(2, 5, 1, 3, 4)
     pairs = [(a, " " + b) for a, b in zip(contexts, answers, strict=True)]
     until = [(a, {"until": ["<end>"], "max_gen_toks": 6}) for a in contexts]
     one, many = harness(saved, tokenizer, 1), harness(saved, tokenizer, batch_size)
@@ -91,10 +69,10 @@ def test_the_harness_gets_the_same_answers_in_every_batch_size(
     )
 
 
-def test_the_harness_runs_a_local_task_on_remote_code(saved, tokens, tmp_path):
+def test_the_harness_runs_a_local_task_on_remote_code(saved, texts, tmp_path):
     rows = [
-        {"question": q, "choices": texts(tokens, 2, 3), "answer": i % 2}
-        for i, q in enumerate(texts(tokens, 9, 4, 7, 12))
+        {"question": q, "choices": texts(2, 3), "answer": i % 2}
+        for i, q in enumerate(texts(9, 4, 7, 12))
     ]
     data = tmp_path / "rows.json"
     data.write_text("\n".join(json.dumps(row) for row in rows))
@@ -161,7 +139,53 @@ def test_weight_only_quantisation_spares_what_is_small(
         close(again(ids).logits, logits)
 
 
+@pytest.mark.parametrize("skips", [None, ["down_proj"]], ids=["default", "own list"])
+@pytest.mark.parametrize(("kind", "tolerance"), [("8bit", 0.1), ("4bit", 0.8)])
+def test_bitsandbytes_spares_what_is_small(
+    saved, make_model, tokens, close, tmp_path, kind, tolerance, skips
+):
+    """And a step of LoRA reaches every adapter on top of the quantised weights."""
+    bitsandbytes = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    options = {f"load_in_{kind}": True, "llm_int8_skip_modules": skips}
+    model = AutoModelForCausalLM.from_pretrained(
+        saved, quantization_config=BitsAndBytesConfig(**options), device_map="cpu"
+    )
+    quantised = (bitsandbytes.nn.Linear8bitLt, bitsandbytes.nn.Linear4bit)
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            spared = name.rpartition(".")[2] in SPARED | set(skips or ())
+            assert isinstance(module, quantised) != spared, name
+        is_quantised = isinstance(module, quantised)
+        for leaf, p in module.named_parameters(recurse=False):
+            assert is_quantised or p.dtype == torch.float32, (name, leaf)
+    ids = tokens(2, 9)
+    with torch.no_grad():
+        logits, expected = model(ids).logits, make_model()(ids).logits
+        assert (logits - expected).norm() < tolerance * expected.norm()
+        assert model.generate(ids, max_new_tokens=4, eos_token_id=None).shape == (2, 13)
+        model.save_pretrained(tmp_path / "quantised")
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / "quantised", device_map="cpu")
+        close(again(ids).logits, logits)
+    config = LoraConfig(target_modules="all-linear", init_lora_weights=False)
+    adapted = get_peft_model(prepare_model_for_kbit_training(again), config)
+    adapted(ids, labels=ids).loss.backward()
+    for name, p in adapted.named_parameters():
+        assert not p.requires_grad or p.grad.abs().max() > 0, name
+
+
 # Compilation and export.
+
+
+def test_text_written_by_inductor_is_that_of_eager(make_model, tokens):
+    """In code that inductor made for the CPU; of the second call too."""
+    model, ids = make_model(layer_types=["hybrid"]), tokens(2, 9)
+    options = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None}
+    config = CompileConfig(fullgraph=True, backend="inductor", mode=None, dynamic=None)
+    config._compile_all_devices = True
+    expected = model.generate(ids, **options)
+    for _ in range(2):
+        found = model.generate(ids, cache_implementation="static", compile_config=config, **options)
+        assert torch.equal(found, expected)
 
 
 def test_a_compiled_training_step_is_one_graph_and_equals_eager(make_model, tokens, close):
@@ -186,6 +210,15 @@ def test_the_prefill_exports(make_model, tokens, close):
 
 
 # Offline.
+
+
+def test_loading_by_the_older_option_changes_nothing(saved, make_model, tokens):
+    """`low_cpu_mem_usage` is what Transformers now always does."""
+    ids = tokens(2, 9)
+    for value in (True, False):
+        model = AutoModelForCausalLM.from_pretrained(saved, low_cpu_mem_usage=value)
+        with torch.no_grad():
+            assert torch.equal(model(ids).logits, make_model()(ids).logits)
 
 
 def test_revisions_load_offline_from_a_read_only_cache(saved, make_model, tokens, close, tmp_path):

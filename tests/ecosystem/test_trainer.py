@@ -211,8 +211,14 @@ def test_bf16_trains(make_model, rows, tmp_path, weights):
     model = make_model(dtype=getattr(torch, weights))
     losses = trained_losses(model, rows, tmp_path, bf16=True)
     plain = trained_losses(make_model(), rows, tmp_path)
-    assert losses == pytest.approx(plain, abs=0.1)
+    assert losses != plain and losses == pytest.approx(plain, abs=0.1)
     assert {p.dtype for p in model.parameters()} == {getattr(torch, weights)}
+
+
+def test_fp16_trains(make_model, rows, tmp_path):
+    """accelerate leaves fp16 to GPUs and computes in fp32 here; test_gpu.py has it for real."""
+    losses = trained_losses(make_model(), rows, tmp_path, fp16=True)
+    assert losses == pytest.approx(trained_losses(make_model(), rows, tmp_path), abs=0.1)
 
 
 def test_evaluation_counts_every_row_once(make_model, rows, tmp_path):

@@ -7,23 +7,9 @@ import torch
 import torch.nn.functional as F
 from datasets import Dataset
 from peft import LoraConfig
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
-WORDS = ["<pad>", "<end>", *(f"w{i}" for i in range(2, 101))]
 LENGTHS = (20, 13, 7, 16, 9, 11, 18, 5)
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    words = Tokenizer(models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="<pad>"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>", pad_token="<pad>")
-
-
-def text(tokens, length, seed):
-    return " ".join(WORDS[max(i, 2)] for i in tokens(length, seed=seed).tolist())
 
 
 OPTIONS = {
@@ -56,16 +42,16 @@ PACKING = {
 
 
 @pytest.mark.parametrize("kind", PACKING)
-def test_sft_trains(make_model, tokens, tokenizer, tmp_path, kind):
-    rows = Dataset.from_dict({"text": [text(tokens, n, n) for n in LENGTHS]})
+def test_sft_trains(make_model, text, tokenizer, tmp_path, kind):
+    rows = Dataset.from_dict({"text": [text(n, n) for n in LENGTHS]})
     config = SFTConfig(str(tmp_path), **{"max_length": 32, **PACKING[kind], **OPTIONS})
     logs = trained(SFTTrainer(make_model(), config, train_dataset=rows, processing_class=tokenizer))
     assert len(logs) == 3 and all(0 < entry["loss"] < 20 for entry in logs)
 
 
-def test_packing_of_sft_keeps_documents_apart(make_model, tokens, tokenizer, tmp_path):
+def test_packing_of_sft_keeps_documents_apart(make_model, text, tokenizer, tmp_path):
     """Its first batch gives the loss of the documents one by one."""
-    rows = Dataset.from_dict({"text": [text(tokens, n, n) for n in LENGTHS]})
+    rows = Dataset.from_dict({"text": [text(n, n) for n in LENGTHS]})
     config = SFTConfig(str(tmp_path), max_length=32, packing=True, **OPTIONS)
     model = make_model()
     trainer = SFTTrainer(model, config, train_dataset=rows, processing_class=tokenizer)
@@ -86,12 +72,12 @@ def test_packing_of_sft_keeps_documents_apart(make_model, tokens, tokenizer, tmp
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-def test_dpo_trains(make_model, tokens, tokenizer, tmp_path, lora):
+def test_dpo_trains(make_model, text, tokenizer, tmp_path, lora):
     rows = Dataset.from_dict(
         {
-            "prompt": [text(tokens, n, n) for n in LENGTHS],
-            "chosen": [" " + text(tokens, 6, n + 30) for n in LENGTHS],
-            "rejected": [" " + text(tokens, 9, n + 60) for n in LENGTHS],
+            "prompt": [text(n, n) for n in LENGTHS],
+            "chosen": [" " + text(6, n + 30) for n in LENGTHS],
+            "rejected": [" " + text(9, n + 60) for n in LENGTHS],
         }
     )
     model = make_model()
@@ -109,8 +95,8 @@ def test_dpo_trains(make_model, tokens, tokenizer, tmp_path, lora):
     assert logs[-1]["loss"] != logs[0]["loss"]
 
 
-def test_grpo_trains_on_what_it_generates(make_model, tokens, tokenizer, tmp_path):
-    rows = Dataset.from_dict({"prompt": [text(tokens, n, n) for n in LENGTHS]})
+def test_grpo_trains_on_what_it_generates(make_model, text, tokenizer, tmp_path):
+    rows = Dataset.from_dict({"prompt": [text(n, n) for n in LENGTHS]})
     options = {**OPTIONS, "per_device_train_batch_size": 4, "num_generations": 4}
     make_model(eos_token_id=1).save_pretrained(tmp_path / "model")
     trainer = GRPOTrainer(

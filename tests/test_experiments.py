@@ -1,0 +1,475 @@
+# Copyright 2026 The ATMA team.
+# Licensed under the Apache License, Version 2.0; see the file LICENSE.
+"""The scripts for data and training: exact tokens, one order, one recipe, runs that go on."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from atma import AtmaForCausalLM
+from safetensors.torch import load_file
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+SCRIPTS = REPOSITORY / "scripts"
+# At the end, because scripts/evaluate.py has the name of a library.
+sys.path.append(str(SCRIPTS))
+
+from experiments import training  # noqa: E402
+from experiments.optimizer import MuonWithAdamW, build_optimizer, parameter_groups  # noqa: E402
+from experiments.preparation import Records, Split, TextTree, prepare  # noqa: E402
+from experiments.rows import Rows, isolate_documents, stack_rows  # noqa: E402
+from experiments.settings import (  # noqa: E402
+    OptimizerSettings,
+    RunSettings,
+    build,
+    load_run,
+    merge,
+    parse_override,
+)
+from experiments.shards import Shards  # noqa: E402
+from experiments.tokenizer import load_tokenizer, train_tokenizer  # noqa: E402
+
+SPLIT = Split(validation_fraction=0.15, long_tokens=9000, long_fraction=1.0)
+TINY = {
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+}
+
+
+@pytest.fixture(scope="module")
+def texts() -> dict[str, str]:
+    """Sources of this very Python, one of them long, and an empty file."""
+    library = Path(os.__file__).parent
+    names = "abc bisect calendar cmd colorsys contextlib copy csv fnmatch gzip hashlib heapq"
+    names += " imaplib json/decoder keyword nturl2path posixpath queue random runpy sched"
+    found = {name: (library / f"{name}.py").read_text() for name in names.split()}
+    return found | {"empty": ""}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, texts) -> Path:
+    """Prepared data: text files, a tokenizer, shards."""
+    root = tmp_path_factory.mktemp("experiments")
+    for name, text in texts.items():
+        path = root / "texts" / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    (root / "texts" / "binary.py").write_bytes(b"\xff\xfe\x00")
+    (root / "texts" / "other.xyz").write_text("not asked for")
+    tokenizer = train_tokenizer(list(texts.values())[:6], 400)
+    tokenizer.save_pretrained(root / "data" / "tokenizer")
+    write(TextTree([str(root / "texts")], ["*.py"], 2**20), root / "data")
+    return root
+
+
+def write(source, folder: Path, **options) -> dict:
+    tokenizer = load_tokenizer(str(folder / "tokenizer"))
+    options = {"block_bytes": 40_000, **options}
+    return prepare(source, folder, len(tokenizer), tokenizer.eos_token_id, SPLIT, {}, **options)
+
+
+def new_folder(folder: Path, name: str) -> Path:
+    new = folder / name
+    shutil.copytree(folder / "data" / "tokenizer", new / "tokenizer")
+    return new
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    names = [*folder.glob("*.bin"), *folder.glob("*.npy"), folder / "meta.json"]
+    return {path.name: path.read_bytes() for path in names}
+
+
+def all_documents(folder: Path) -> dict[str, list[str]]:
+    tokenizer = load_tokenizer(str(folder / "tokenizer"))
+    found = {}
+    for split in ("train", "validation", "long"):
+        shards = Shards(folder, split)
+        ids = [shards.document(i) for i in range(len(shards.documents))]
+        assert all(document[-1] == tokenizer.eos_token_id for document in ids)
+        found[split] = [tokenizer.decode(document[:-1]) for document in ids]
+    return found
+
+
+def test_every_text_is_in_one_split_whole_and_counted(folder, texts):
+    found = all_documents(folder / "data")
+    assert sorted(sum(found.values(), [])) == sorted(text for text in texts.values() if text)
+    meta = json.loads((folder / "data" / "meta.json").read_text())
+    assert meta["skipped_documents"] == 1  # the binary one
+    for split, documents in found.items():
+        shards = Shards(folder / "data", split)
+        assert documents, split
+        assert meta["splits"][split] == {
+            "documents": len(documents),
+            "tokens": shards.num_tokens,
+            "bytes": sum(len(text.encode()) for text in documents),
+        }
+        is_long = shards.documents["tokens"] >= SPLIT.long_tokens
+        assert is_long.all() if split == "long" else not is_long.any()
+
+
+@pytest.mark.parametrize("kind", ["text", "json", "parquet"])
+def test_an_interrupted_preparation_goes_on_where_it_stopped(folder, texts, kind):
+    from datasets import Dataset
+
+    kept = [text for text in texts.values() if text]
+    if kind == "text":
+        source = TextTree([str(folder / "texts")], ["*.py"], 2**20)
+    else:
+        path = folder / f"texts.{kind}"
+        records = Dataset.from_dict({"text": kept})
+        records.to_json(path) if kind == "json" else records.to_parquet(path)
+        source = Records(str(path), kind, None, "train", "text")
+
+    def fail_after_two(totals, seen=[]):  # noqa: B006
+        seen.append(totals)
+        if len(seen) > 2:
+            raise KeyboardInterrupt
+
+    whole, parts = new_folder(folder, f"whole-{kind}"), new_folder(folder, f"parts-{kind}")
+    write(source, whole)
+    with pytest.raises(KeyboardInterrupt):
+        write(source, parts, on_block=fail_after_two)
+    with pytest.raises(FileNotFoundError, match="goes on"):
+        Shards(parts, "train")
+    with (parts / "progress.jsonl").open("a") as file:
+        file.write('{"block": 2, "sta')  # as a machine that went down leaves it
+    write(source, parts)
+    assert contents(parts) == contents(whole)
+    assert sorted(sum(all_documents(parts).values(), [])) == sorted(kept)
+    with pytest.raises(ValueError, match="block_bytes"):
+        write(source, parts, block_bytes=50_000)
+
+
+def test_a_limit_ends_after_the_same_block_for_any_number_of_workers(folder):
+    source = TextTree([str(folder / "texts")], ["*.py"], 2**20)
+    one, two = new_folder(folder, "one"), new_folder(folder, "two")
+    limits = {"max_tokens": 20_000, "block_bytes": 10_000}
+    for each, workers in ((one, 1), (two, 2)):
+        meta = write(source, each, workers=workers, **limits)
+        assert 20_000 <= meta["splits"]["train"]["tokens"] < 40_000
+    assert contents(one) == contents(two)
+
+
+def test_rows_are_the_stream_in_an_order_of_the_seed(folder):
+    shards = Shards(folder / "data", "train")
+    stream = shards.read(0, shards.num_tokens)
+    assert len(shards._ids) > 1  # rows cross the borders of shards
+    length = 96
+    plain = Rows(shards, length, None)
+    for i in (0, 7, len(plain) - 1):
+        assert plain[i]["input_ids"].tolist() == stream[i * length : (i + 1) * length].tolist()
+    count = shards.num_tokens // length
+    rows = Rows(shards, length, 2 * count, seed=3)
+    passes = [
+        [tuple(rows[i + e * count]["input_ids"].tolist()) for i in range(count)] for e in (0, 1)
+    ]
+    expected = sorted(tuple(plain[i]["input_ids"].tolist()) for i in range(count))
+    assert sorted(passes[0]) == sorted(passes[1]) == expected
+    assert passes[0] != passes[1]
+    again = Rows(Shards(folder / "data", "train"), length, 5, seed=3)
+    assert [tuple(again[i]["input_ids"].tolist()) for i in range(5)] == passes[0][:5]
+    with pytest.raises(ValueError, match="more text"):
+        Rows(shards, shards.num_tokens + 1, None)
+
+
+def test_isolated_documents_are_each_read_alone(folder):
+    shards = Shards(folder / "data", "train")
+    rows = Rows(shards, 512, None)
+    first = int(shards.document_starts[1]) // 512
+    batch = isolate_documents([rows[first], rows[first + 1]])
+    boundaries = sorted(set(batch["cu_seq_lens_q"].tolist()))
+    assert int(shards.document_starts[1]) - first * 512 in boundaries and 512 in boundaries
+    torch.manual_seed(0)
+    settings = run_settings(folder, "isolated", model=TINY | {"zero_init_residual": False})
+    model = training.build_model(settings, load_tokenizer(str(folder / "data/tokenizer"))).eval()
+    total, count = 0.0, 0
+    for start, stop in zip(boundaries[:-1], boundaries[1:], strict=True):
+        if stop - start > 1:
+            ids = batch["input_ids"][:, start:stop]
+            total += model(ids, labels=ids).loss.item() * (stop - start - 1)
+            count += stop - start - 1
+    assert model(**batch).loss.item() == pytest.approx(total / count, rel=1e-5)
+    ids = stack_rows([rows[first], rows[first + 1]])["input_ids"]
+    assert torch.equal(ids.view(1, -1), batch["input_ids"])
+
+
+def run_settings(folder: Path, name: str, **changes) -> RunSettings:
+    values = {
+        "data": str(folder / "data"),
+        "output": str(folder / name),
+        "model": TINY,
+        "sequence_length": 48,
+        "tokens_per_step": 48 * 8,
+        "steps": 6,
+        "rows_per_device": 2,
+        "trainer": {"use_cpu": True, "logging_steps": 1, "save_steps": 3, "save_total_limit": None},
+    }
+    return build(RunSettings, merge(values, changes))
+
+
+def test_every_parameter_has_its_place_in_the_recipe():
+    from atma import AtmaConfig
+
+    model = AtmaForCausalLM(AtmaConfig.tiny())
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    groups = {
+        group: {names[parameter] for parameter in parameters}
+        for group, parameters in parameter_groups(model).items()
+    }
+    assert groups["embedding"] == {"model.embed_tokens.weight"}
+    assert groups["head"] == {"lm_head.weight"}
+    assert all(name.endswith("proj.weight") for name in groups["matrices"])
+    assert "model.layers.2.mixer.memory.out_proj.weight" in groups["matrices"]
+    assert {"model.layers.2.mixer.null_value", "lm_head.bias"} <= groups["other"]
+    assert sum(map(len, groups.values())) == len(names)
+    rates = {g["name"]: g["lr"] for g in build_optimizer(model, OptimizerSettings()).param_groups}
+    assert rates == {"matrices": 0.02, "embedding": 0.3, "head": 1 / 320, "other": 0.01}
+    tied = AtmaForCausalLM(AtmaConfig.tiny(tie_word_embeddings=True))
+    assert len(parameter_groups(tied)["embedding"]) == 1 and not parameter_groups(tied)["head"]
+
+
+def test_one_optimizer_steps_as_muon_and_adamw_do_and_goes_on_from_its_state():
+    def parameters():
+        torch.manual_seed(1)
+        return [torch.nn.Parameter(torch.randn(*shape)) for shape in ((6, 4), (5, 6), (7,), (3, 3))]
+
+    def step(optimizers, parameters, seed):
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in parameters:
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        for optimizer in optimizers:
+            optimizer.step()
+
+    def both(parameters):
+        muon = {"params": parameters[:2], "lr": 0.02, "weight_decay": 0.01, "momentum": 0.9}
+        adamw = [{"params": [p], "lr": 0.1 * (i + 1)} for i, p in enumerate(parameters[2:])]
+        return MuonWithAdamW([muon], adamw, betas=(0.8, 0.95), weight_decay=0.0)
+
+    ours, theirs = parameters(), parameters()
+    optimizer = both(ours)
+    separate = [
+        torch.optim.Muon(theirs[:2], lr=0.02, weight_decay=0.01, momentum=0.9),
+        torch.optim.AdamW(theirs[2:3], lr=0.1, betas=(0.8, 0.95), weight_decay=0.0),
+        torch.optim.AdamW(theirs[3:], lr=0.2, betas=(0.8, 0.95), weight_decay=0.0),
+    ]
+    for seed in (1, 2):
+        step([optimizer], ours, seed)
+        step(separate, theirs, seed)
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+    restored = both(ours)
+    restored.load_state_dict(optimizer.state_dict())
+    for group in restored.param_groups:
+        group["lr"] *= 0.5  # what a schedule does
+    for group in separate:
+        group.param_groups[0]["lr"] *= 0.5
+    step([restored], ours, 3)
+    step(separate, theirs, 3)
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.fixture(scope="module")
+def straight(folder) -> tuple[Path, dict]:
+    """A run of six steps in one process, from start to end."""
+    torch.manual_seed(0)
+    settings = run_settings(folder, "straight")
+    return Path(settings.output), training.train(settings)
+
+
+def weights(output: Path) -> dict[str, torch.Tensor]:
+    return load_file(output / "model" / "model.safetensors")
+
+
+@pytest.mark.smoke
+def test_a_run_keeps_the_recipe_and_says_what_it_did(straight):
+    output, result = straight
+    state = json.loads((output / "checkpoint-6" / "trainer_state.json").read_text())
+    logs = [entry for entry in state["log_history"] if "loss" in entry]
+    # Constant for 30% of six steps, whole steps: 1; then down to zero, reached after the last.
+    rates = [entry["learning_rate"] for entry in logs]
+    assert rates == pytest.approx([0.02 * x for x in (1, 1, 0.8, 0.6, 0.4, 0.2)])
+    assert all(entry["tokens_per_second"] > 0 for entry in logs[1:])
+    assert result["losses"][0][1] == pytest.approx(np.log(400), abs=0.01)  # the head starts at 0
+    assert result["losses"][-1][1] < result["losses"][0][1] - 0.2
+    assert result["tokens"] == 6 * 48 * 8
+    model = AtmaForCausalLM.from_pretrained(output / "model")
+    assert model.config.use_cache and model.config.vocab_size == 400
+    assert len(load_tokenizer(str(output / "model"))) == 400
+
+
+def test_the_trainer_reads_the_rows_in_their_order(folder):
+    trainer = training.build_trainer(run_settings(folder, "unused"))
+    rows = Rows(Shards(folder / "data", "train"), 48, 6 * 8, seed=0)
+    for i, batch in zip(range(3), trainer.get_train_dataloader(), strict=False):
+        expected = stack_rows([rows[2 * i], rows[2 * i + 1]])
+        assert torch.equal(batch["input_ids"], expected["input_ids"])
+
+
+def test_a_run_that_was_stopped_goes_on_bitwise(folder):
+    changes = {"steps": 4, "model": {"distractor_keys": 3}, "trainer": {"save_steps": 10}}
+    settings = run_settings(folder, "stopped", **changes)
+    assert training.train(settings, stop_after=0.0) is None  # after the first step
+    assert (folder / "stopped" / "checkpoint-1").is_dir()
+    assert not (folder / "stopped" / "result.json").exists()
+    training.train(settings)
+    training.train(run_settings(folder, "whole", **changes))
+    expected = weights(folder / "whole")
+    for name, weight in weights(folder / "stopped").items():
+        assert torch.equal(weight, expected[name]), name
+
+
+def test_two_processes_train_as_one_and_one_goes_on_for_them(folder, straight, together):
+    """With DDP, the same rows in every step; then a resume in one process."""
+    expected = np.array(straight[1]["losses"])
+    found = json.loads((folder / "two" / "result.json").read_text())
+    assert found["devices"] == 2
+    assert np.allclose(np.array(found["losses"]), expected, rtol=1e-3)
+    shutil.copytree(folder / "two" / "checkpoint-3", folder / "resumed" / "checkpoint-3")
+    resumed = training.train(run_settings(folder, "resumed"))
+    assert np.allclose(np.array(resumed["losses"]), expected, rtol=1e-3)
+
+
+def test_sharded_matrices_are_orthogonalised_whole(together):
+    """FSDP2: Muon on DTensors, put into an optimizer that was made before, as accelerate does."""
+    alone, model = sharded_start()
+    assert together["losses"] == pytest.approx(sharded_training(model, alone), rel=1e-3)
+    moved = [together["weights"][name] - p for name, p in sharded_start()[1].named_parameters()]
+    off = [together["weights"][name] - p for name, p in model.named_parameters()]
+    assert sum(x.norm() ** 2 for x in off) ** 0.5 < 0.1 * sum(x.norm() ** 2 for x in moved) ** 0.5
+
+
+@pytest.fixture(scope="module")
+def together(folder) -> dict:
+    """What two processes found; see `main`."""
+    settings = run_settings(folder, "two")
+    values = {**vars(settings), "optimizer": {}}
+    (folder / "two.json").write_text(json.dumps(values))
+    subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+        + [__file__, str(folder / "two.json"), str(folder / "two.pt")],
+        check=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    return torch.load(folder / "two.pt", weights_only=True)
+
+
+def sharded_start():
+    from atma import AtmaConfig
+
+    torch.manual_seed(0)
+    model = AtmaForCausalLM(AtmaConfig.tiny(**TINY, vocab_size=101, zero_init_residual=False))
+    return build_optimizer(model, OptimizerSettings()), model
+
+
+def sharded_training(model, optimizer, rank: int = 0, world_size: int = 1) -> list[float]:
+    generator, losses = torch.Generator().manual_seed(5), []
+    for _ in range(3):
+        ids = torch.randint(101, (4, 64), generator=generator)[rank::world_size]
+        loss = model(ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    losses = torch.stack(losses)
+    if world_size > 1:
+        torch.distributed.all_reduce(losses)
+    return (losses / world_size).tolist()
+
+
+def main() -> None:
+    """In each of two processes: a run with DDP, and steps with FSDP2."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    settings, out = sys.argv[1:]
+    training.train(build(RunSettings, json.loads(Path(settings).read_text())))
+    optimizer, model = sharded_start()
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    order = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    sharded = dict(model.named_parameters())
+    for group, members in zip(optimizer.param_groups, order, strict=True):
+        group["params"] = [sharded[name] for name in members]
+    losses = sharded_training(model, optimizer, torch.distributed.get_rank(), 2)
+    found = {name: parameter.full_tensor().detach() for name, parameter in sharded.items()}
+    if torch.distributed.get_rank() == 0:
+        torch.save({"losses": losses, "weights": found}, out)
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+def test_the_original_start_leaves_the_convolutions_dead(folder):
+    tokenizer = load_tokenizer(str(folder / "data/tokenizer"))
+    batch = stack_rows([Rows(Shards(folder / "data", "train"), 48, 1)[0]])
+    for zero in (False, True):
+        settings = run_settings(folder, "unused", zero_conv_in_proj=zero)
+        model = training.build_model(settings, tokenizer)
+        with torch.no_grad():  # the head passes gradients on
+            model.lm_head.weight.normal_(std=0.1)
+        model(**batch).loss.backward()
+        alive = [
+            p.grad.any() for n, p in model.named_parameters() if "0.mixer" in n and "weight" in n
+        ]
+        assert any(alive) is not zero
+
+
+def test_layers_are_compiled_in_place(folder):
+    tokenizer = load_tokenizer(str(folder / "data/tokenizer"))
+    plain, compiled = (
+        training.build_model(run_settings(folder, "unused", compile_layers=compiled), tokenizer)
+        for compiled in (False, True)
+    )
+    assert list(compiled.state_dict()) == list(plain.state_dict())
+    assert all(layer._compiled_call_impl is not None for layer in compiled.model.layers)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"stepz": 3}, "Unknown setting stepz"),
+        ({"optimizer": {"lr": 3}}, "Unknown setting optimizer.lr"),
+        ({"steps": "many"}, "steps must be of type"),
+        ({"trainer": {"max_steps": 3}}, "follows from steps"),
+        ({"optimizer": {"matrices": "sgd"}}, "muon or adamw"),
+        ({"weights": "int8"}, "weights must be"),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(values, message):
+    with pytest.raises(ValueError, match=message):
+        build(RunSettings, {"data": "a", "output": "b", **values})
+
+
+def test_settings_that_do_not_fit_are_refused(folder):
+    with pytest.raises(ValueError, match="Incomplete"):
+        build(RunSettings, {"data": "a"})
+    with pytest.raises(ValueError, match="rows_per_device"):
+        run_settings(folder, "unused").accumulation_steps(3)
+    with pytest.raises(ValueError, match="no field 'hidden'"):
+        tokenizer = load_tokenizer(str(folder / "data/tokenizer"))
+        training.build_model(run_settings(folder, "unused", model={"hidden": 3}), tokenizer)
+
+
+def test_overrides_reach_into_the_yaml_file(tmp_path):
+    assert parse_override("model.layer_types=[conv, hybrid]") == {
+        "model": {"layer_types": ["conv", "hybrid"]}
+    }
+    changes = ["model.use_memory=false", "optimizer.head_lr=1e-3", "data=/x"]
+    settings = load_run(SCRIPTS / "configs" / "small.yaml", changes)
+    assert settings.data == "/x" and settings.optimizer.head_lr == 1e-3
+    assert settings.model["use_memory"] is False and settings.model["hidden_size"] == 512
+
+
+if __name__ == "__main__":
+    main()

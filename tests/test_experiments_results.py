@@ -1,0 +1,418 @@
+# Copyright 2026 The ATMA team.
+# Licensed under the Apache License, Version 2.0; see the file LICENSE.
+"""The scripts for measurements: long inputs read right, needles, grids, tables, fine-tuning."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+SCRIPTS = REPOSITORY / "scripts"
+# At the end, because scripts/evaluate.py has the name of a library.
+sys.path.append(str(SCRIPTS))
+
+from experiments import grid  # noqa: E402
+from experiments.evaluation import Evaluation, EvaluationSettings  # noqa: E402
+from experiments.metrics import BitsPerByte, NeedleAccuracy  # noqa: E402
+from experiments.needles import TASKS, Prompts, needle_scores  # noqa: E402
+from experiments.plots import plot_all, report  # noqa: E402
+from experiments.reading import Reader  # noqa: E402
+from experiments.shards import Shards, token_dtype, write_shard  # noqa: E402
+from experiments.tokenizer import train_tokenizer  # noqa: E402
+
+
+def load_script(name: str):
+    spec = importlib.util.spec_from_file_location(f"script_{name}", SCRIPTS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    text = Path(grid.__file__).read_text()
+    return train_tokenizer([text], 400)
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory, tokenizer) -> Shards:
+    """Three long documents, of which two are the same."""
+    folder = tmp_path_factory.mktemp("shards")
+    texts = [Path(f).read_text() for f in (grid.__file__, __file__, grid.__file__)]
+    documents = [
+        np.array(tokenizer(text, verbose=False).input_ids, token_dtype(400)) for text in texts
+    ]
+    index = [
+        (len(d), len(t.encode()), hash(t) % 2**64) for d, t in zip(documents, texts, strict=True)
+    ]
+    write_shard(folder, "long-00000", documents, index)
+    (folder / "meta.json").write_text(json.dumps({"dtype": "<u2"}))
+    return Shards(folder, "long")
+
+
+@pytest.fixture(scope="module")
+def model(make_model):
+    return make_model(vocab_size=400)
+
+
+SETTINGS = EvaluationSettings(
+    lengths=[128, 256],
+    documents=2,
+    min_documents=2,
+    scored_tokens=40,
+    depths=[0.0, 0.5],
+    needles=3,
+    generated=2,
+    tokens_at_once=512,
+    chunk=50,
+)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize(
+    "overrides",
+    [{}, {"attention_type": "rope"}, {"attention_type": "nope", "attention_window": 20}],
+    ids=["polar", "rope", "window"],
+)
+def test_chunks_through_the_cache_read_as_one_call_does(make_model, tokens, close, overrides):
+    model, ids = make_model(**overrides), tokens(2, 101)
+    with torch.no_grad():
+        logits = model(ids).logits
+    expected = F.cross_entropy(logits[:, :-1].transpose(1, 2), ids[:, 1:], reduction="none")
+    for chunk in (0, 33, None):
+        reader = Reader(model, chunk)
+        close(reader.token_losses(ids), expected, 2e-3)
+        close(reader.last_losses(ids, 40), expected[:, -40:], 2e-3)
+        close(reader.logits(reader.last_hidden_states(ids, 7)), logits[:, -7:], 2e-3)
+    cache = Reader(model, 33).fill(ids[:, :-1])
+    assert cache.get_seq_length() == 100
+    close(model(ids[:, -1:], past_key_values=cache).logits[:, -1], logits[:, -1], 2e-3)
+
+
+@pytest.mark.parametrize("task", sorted(TASKS))
+@pytest.mark.parametrize("depth", [0.0, 0.4, 1.0])
+def test_a_prompt_has_its_length_and_its_needle_at_its_depth(tokenizer, task, depth):
+    text = np.array(tokenizer("some real text without numbers\n" * 30).input_ids)
+    prompts = Prompts(tokenizer, text, seed=1)
+    prompt, answer = prompts.draw(task, 700, depth, 2)
+    assert len(prompt) + len(answer) == 700
+    words, wanted = tokenizer.decode(prompt), tokenizer.decode(answer).strip()
+    place = words.find(wanted) / len(words)
+    assert depth - 0.2 < place < depth + 0.2
+    without, same = prompts.draw(task, 700, depth, 2, present=False)
+    assert len(without) == len(prompt) and same.tolist() == answer.tolist()
+    assert wanted not in tokenizer.decode(without)
+    again = Prompts(tokenizer, text, seed=1).draw(task, 700, depth, 2)
+    assert again[0].tolist() == prompt.tolist()
+    assert prompts.draw(task, 700, depth, 3)[1].tolist() != answer.tolist()
+    with pytest.raises(ValueError, match="no room"):
+        prompts.draw(task, 20, depth, 0)
+
+
+def test_induction_repeats_the_very_tokens_and_decides_digit_by_digit(tokenizer):
+    prompts = Prompts(tokenizer, np.zeros(40, np.int64), seed=0)
+    prompt, answer = prompts.draw("induction", 300, 0.0, 0)
+    digits = prompts.digits(answer)
+    assert len(digits) == 5
+    assert all(tokenizer.decode(answer[i]).strip().isdigit() for i in digits)
+    statement = prompt[: np.argmax(prompt == 0)]  # the needle; the gap follows
+    n = len(answer)
+    start = next(i for i in range(len(statement)) if list(statement[i : i + n]) == list(answer))
+    assert prompt[-start:].tolist() == statement[:start].tolist()
+
+
+def test_document_losses_are_those_of_nested_prefixes(model, tokenizer, shards, close):
+    rows = Evaluation(model, tokenizer, shards, SETTINGS).document_losses()
+    assert [row["length"] for row in rows] == [128, 256]
+    for row in rows:
+        ids = torch.stack(
+            [torch.from_numpy(shards.document(i)[: row["length"] + 1]) for i in (0, 1)]
+        )
+        with torch.no_grad():
+            expected = model(ids, labels=ids).loss.item()
+        assert row["documents"] == 2
+        assert row["nats_per_token"] == pytest.approx(expected, abs=1e-3)
+        size = sum(len(tokenizer.decode(x[1:]).encode()) for x in ids)
+        bits = expected * 2 * row["length"] / np.log(2) / size
+        assert row["bits_per_byte"] == pytest.approx(bits, rel=1e-3)
+
+
+def test_the_same_tokens_are_scored_after_every_context(model, tokenizer, shards):
+    evaluation = Evaluation(model, tokenizer, shards, SETTINGS)
+    for length in SETTINGS.lengths:
+        ids = torch.stack(
+            [torch.from_numpy(shards.document(i)[256 - length : 257]) for i in (0, 1)]
+        )
+        with torch.no_grad():
+            logits = model(ids).logits[:, -41:-1]
+        expected = F.cross_entropy(logits.flatten(0, 1), ids[:, -40:].flatten()).item()
+        [row] = evaluation.context_loss(length)
+        assert row["nats_per_token"] == pytest.approx(expected, abs=1e-3)
+
+
+def test_retrieval_is_what_the_model_would_say(model, tokenizer, shards, monkeypatch):
+    """Answers that greedy generation gives count as right, teacher-forced and generated."""
+    evaluation = Evaluation(model, tokenizer, shards, SETTINGS)
+    draw = evaluation.prompts.draw
+
+    def answered(task, length, depth, number, present=True):
+        prompt, answer = draw(task, length, depth, number)
+        ids = torch.from_numpy(prompt)[None]
+        count = len(answer)
+        options = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False}
+        said = model.generate(ids, **options)[0, -count:].numpy()
+        if number == 2:  # all wrong
+            said = (said + 1) % 400
+        return (prompt if present else np.roll(prompt, 1)), said
+
+    monkeypatch.setattr(evaluation.prompts, "draw", answered)
+    monkeypatch.setattr(evaluation.prompts, "digits", lambda answer: range(len(answer)))
+    [row] = evaluation.retrieval("induction", 128, 0.5)
+    assert row["needles"] == 3 and row["depth"] == 0.5
+    assert row["exact_match"] == row["accuracy"] == pytest.approx(2 / 3)
+    assert row["absent_accuracy"] < 2 / 3
+    assert row["generate_exact_match"] == 1.0 and row["generated"] == 2
+
+
+def test_too_few_long_documents_are_refused(model, tokenizer, shards):
+    settings = EvaluationSettings(lengths=[64], min_documents=3)
+    with pytest.raises(ValueError, match="shorter --lengths"):
+        Evaluation(model, tokenizer, shards, settings).document_losses()
+
+
+def test_the_metrics_of_the_evaluate_library_agree():
+    predictions, references = [[1, 2, 3], [4, 5]], [[1, 2, 3], [4, 6]]
+    expected = {"accuracy": 0.8, "exact_match": 0.5}
+    assert needle_scores(predictions, references) == pytest.approx(expected)
+    metric = NeedleAccuracy()
+    metric.add_batch(predictions=predictions[:1], references=references[:1])
+    metric.add_batch(predictions=predictions[1:], references=references[1:])
+    assert metric.compute() == pytest.approx(expected)
+    found = BitsPerByte().compute(predictions=[np.log(2), np.log(8)], references=[1, 3])
+    assert found == pytest.approx({"bits_per_byte": 1.0})
+
+
+def test_the_evaluation_script_does_what_is_missing(
+    model, tokenizer, shards, tmp_path, monkeypatch, capsys
+):
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    arguments = ["evaluate.py", str(tmp_path / "model"), "--data", str(shards.folder)]
+    arguments += ["--output", str(tmp_path / "evaluation.json"), "--lengths", "128", "--tasks"]
+    arguments += ["passkey", "--documents", "2", "--min-documents", "2", "--needles", "1"]
+    arguments += ["--half-lives", "none", "4"]
+    script = load_script("evaluate")
+    monkeypatch.setattr(sys, "argv", [*arguments, "--stop-after", "-1"])
+    with pytest.raises(SystemExit) as stopped:
+        script.main()
+    assert stopped.value.code == 75
+    monkeypatch.setattr(sys, "argv", arguments)
+    script.main()
+    result = json.loads((tmp_path / "evaluation.json").read_text())
+    rows = [row for part in result["parts"].values() for row in part["rows"]]
+    by_limit = {row["half_life"]: row for row in rows if row["measure"] == "document_loss"}
+    assert abs(by_limit[4.0]["nats_per_token"] - by_limit[None]["nats_per_token"]) > 1e-4
+    capsys.readouterr()
+    script.main()
+    assert "measure" not in capsys.readouterr().out  # nothing was measured twice
+    monkeypatch.setattr(sys, "argv", [*arguments, "--seed", "1"])
+    with pytest.raises(SystemExit, match="other settings"):
+        script.main()
+
+
+GRID = {
+    "base": "base.yaml",
+    "output": "unused",
+    "changes": {"steps": 7},
+    "evaluation": ["--lengths", "2K"],
+    "cells": {"special": {"zero_conv_in_proj": True, "evaluation": ["--depths", 0.5]}},
+    "factors": {
+        "core": {"polar": None, "nope": {"model": {"attention_type": "nope"}}},
+        "memory": {"memory": None, "bare": {"model": {"use_memory": False}}},
+    },
+}
+
+
+@pytest.fixture
+def cells(tmp_path):
+    (tmp_path / "base.yaml").write_text("data: d\noutput: o\nmodel: {hidden_size: 32}\n")
+    (tmp_path / "grid.yaml").write_text(json.dumps(GRID))
+    return grid.read_grid(tmp_path / "grid.yaml", "data", str(tmp_path / "out"))
+
+
+def test_a_grid_is_the_product_of_its_factors(cells, tmp_path):
+    by_name = {cell.name: cell for cell in cells}
+    names = ["special", "polar-memory", "polar-bare", "nope-memory", "nope-bare"]
+    assert list(by_name) == names
+    assert by_name["nope-bare"].run["model"] == {
+        "hidden_size": 32, "attention_type": "nope", "use_memory": False,
+    }  # fmt: skip
+    assert by_name["special"].run["zero_conv_in_proj"] and by_name["special"].run["steps"] == 7
+    assert by_name["special"].evaluation == ("--depths", "0.5")
+    assert by_name["polar-bare"].evaluation == ("--lengths", "2K")
+    assert by_name["polar-bare"].run["output"] == str(tmp_path / "out" / "polar-bare")
+    (tmp_path / "grid.yaml").write_text(json.dumps(GRID | {"changes": {"stepz": 7}}))
+    with pytest.raises(ValueError, match="Cell special .* stepz"):
+        grid.read_grid(tmp_path / "grid.yaml")
+
+
+@pytest.mark.parametrize("name", ["long_context", "grid"])
+def test_the_grids_of_the_repository_can_be_read(name):
+    from atma import AtmaConfig
+
+    cells = grid.read_grid(SCRIPTS / "configs" / f"{name}.yaml")
+    assert len(cells) == {"long_context": 7, "grid": 16}[name]
+    for cell in cells:
+        AtmaConfig(**cell.run["model"])
+
+
+def test_cells_run_on_every_device_and_go_on_after_a_stop(cells, tmp_path, monkeypatch):
+    """With scripts that write down what they were called with."""
+    scripts = tmp_path / "scripts"
+    scripts.mkdir()
+    log = tmp_path / "calls"
+    header = f"import os, pathlib, sys\nlog = open({str(log)!r}, 'a')\n"
+    header += "print(sys.argv[0][-11:], os.environ['CUDA_VISIBLE_DEVICES'], file=log)\n"
+    train = header + "folder = pathlib.Path(sys.argv[1]).parent\n"
+    train += f"stopped = {str(tmp_path)!r} + '/stopped'\n"
+    train += "if folder.name == 'polar-memory' and not os.path.exists(stopped):\n"
+    train += "    open(stopped, 'w')\n"
+    train += "    sys.exit(0)\n"
+    train += "sys.exit(1) if folder.name == 'nope-bare' else (folder / 'result.json').touch()\n"
+    (scripts / "train.py").write_text(train)
+    (scripts / "evaluate.py").write_text(header)
+    monkeypatch.setattr(grid, "SCRIPTS", scripts)
+    states = grid.Scheduler(cells, [0, 1]).run()
+    assert states == {
+        "special": "done",
+        "polar-memory": "stopped in training",
+        "polar-bare": "done",
+        "nope-memory": "done",
+        "nope-bare": "failed in training",
+    }
+    assert {line.split()[-1] for line in log.read_text().splitlines()} == {"0", "1"}
+    log.unlink()
+    states = grid.Scheduler(cells[:4], [5]).run()
+    assert set(states.values()) == {"done"}
+    assert log.read_text().splitlines() == ["ts/train.py 5", "evaluate.py 5"]
+    log.unlink()
+    states = grid.Scheduler(cells, [0], stop_after=1e-9).run()
+    assert states["nope-bare"] == "waiting" and not log.exists()
+
+
+def fake_results() -> list[dict]:
+    training = {
+        "parameters": 5e7,
+        "tokens": 3e8,
+        "loss": 2.5,
+        "tokens_per_second": 9e5,
+        "mfu": 0.31,
+    }
+    results = []
+    for i, name in enumerate(("polar-memory", "nope")):
+        rows = [
+            {"half_life": limit, "measure": "document_loss", "length": n, "nats_per_token": 2.0 + i}
+            for limit in ((None, 256.0) if i == 0 else (None,))
+            for n in (2048, 4096)
+        ]
+        rows += [
+            {"half_life": None, "measure": "induction", "length": n, "depth": depth,
+             "accuracy": 0.9 - 0.5 * i, "exact_match": 0.5, "absent_accuracy": 0.1}
+            for n in (2048, 4096) for depth in (0.0, 0.5)
+        ]  # fmt: skip
+        run = {"sequence_length": 2048}
+        results.append({"name": name, "run": run, "training": training, "rows": rows})
+    return results
+
+
+def test_tables_and_plots_show_every_run_and_length(tmp_path):
+    text = report(fake_results())
+    assert "| polar-memory | 50.0M | 300M | 2.500 | 900,000 | 31.0% |" in text
+    assert "| run | 2K | 4K |" in text
+    assert "| polar-memory, half-life 256 | 2.000 | 2.000 |" in text
+    assert "| nope | 40.0% | 40.0% |" in text
+    written = {path.name for path in plot_all(fake_results(), tmp_path)}
+    assert written == {path.name for path in tmp_path.glob("*.png")}
+    assert {"document_loss.png", "induction.png", "induction_map.png"} <= written
+    assert "induction_depths_nope.png" in written
+
+
+def test_a_model_card_takes_the_tables_once(tmp_path, monkeypatch):
+    (tmp_path / "results.json").write_text(json.dumps(fake_results()))
+    card = tmp_path / "README.md"
+    card.write_text("# A model\n")
+    arguments = ["plot_results.py", str(tmp_path / "results.json"), "--output", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", [*arguments, "--model-card", str(card)])
+    script = load_script("plot_results")
+    script.main()
+    once = card.read_text()
+    assert once.startswith("# A model\n") and "| nope | 40.0% | 40.0% |" in once
+    script.main()
+    assert card.read_text() == once
+
+
+CHAT = [
+    {"role": "user", "content": "Say one."},
+    {"role": "assistant", "content": "one"},
+    {"role": "user", "content": "And two."},
+    {"role": "assistant", "content": "two"},
+]
+
+
+def test_only_what_the_assistant_says_is_learnt():
+    from experiments.finetuning import encode_chat, set_chat_template
+
+    tokenizer = train_tokenizer([Path(__file__).read_text()], 400)
+    with pytest.raises(ValueError, match="--chat-template"):
+        set_chat_template(tokenizer, None)
+    set_chat_template(tokenizer, SCRIPTS / "configs" / "chat_template.jinja")
+    encoded = encode_chat(CHAT, tokenizer, 512, assistant_only=True)
+    learnt = [i for i in encoded["labels"] if i != -100]
+    end = tokenizer.eos_token
+    assert tokenizer.decode(learnt) == f"one{end}two{end}"
+    assert tokenizer.decode(encoded["input_ids"]).startswith("### user\nSay one.\n### assistant\n")
+    prompt = tokenizer.apply_chat_template(CHAT[:1], add_generation_prompt=True, tokenize=False)
+    assert tokenizer.decode(encoded["input_ids"]).startswith(prompt + "one")
+    whole = encode_chat(CHAT, tokenizer, 512, assistant_only=False)
+    assert whole["labels"] == whole["input_ids"] == encoded["input_ids"]
+    tokenizer.chat_template = "{{ messages[0].content }}"
+    with pytest.raises(ValueError, match="does not mark"):
+        encode_chat(CHAT, tokenizer, 512, assistant_only=True)
+
+
+@pytest.mark.parametrize("what", ["chats, LoRA merged", "texts"])
+def test_a_checkpoint_is_finetuned(model, tokenizer, tmp_path, monkeypatch, what):
+    from atma import AtmaForCausalLM
+
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    lines = [{"text": "a b c " * 40}] * 8 if what == "texts" else [{"messages": CHAT}] * 8
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    arguments = ["finetune.py", str(tmp_path / "model"), "--data", str(tmp_path / "data.jsonl")]
+    arguments += ["--output", str(tmp_path / "out"), "--batch-size", "4", "--max-length", "64"]
+    arguments += ["--validation-fraction", "0.25", "--learning-rate", "1e-2", "--set"]
+    arguments += ["use_cpu=true", "max_steps=2", "logging_steps=1", "save_strategy='no'"]
+    if what != "texts":
+        arguments += ["--lora-rank", "2", "--merge", "--chat-template"]
+        arguments += [str(SCRIPTS / "configs" / "chat_template.jinja")]
+    monkeypatch.setattr(sys, "argv", arguments)
+    load_script("finetune").main()
+    tuned = AtmaForCausalLM.from_pretrained(tmp_path / "out" / "model")
+    name = "model.layers.1.mixer.q_proj.weight"
+    assert not torch.equal(tuned.state_dict()[name], model.state_dict()[name])
+    assert tuned.config.use_cache
+
+
+@pytest.mark.parametrize("name", ["prepare_data", "train", "ablate", "plot_results"])
+def test_help_names_every_option_with_its_default(name, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [name, "--help"])
+    with pytest.raises(SystemExit) as end:
+        load_script(name).main()
+    assert end.value.code == 0
+    assert "default" in capsys.readouterr().out

@@ -1,0 +1,147 @@
+# Copyright 2026 The ATMA team.
+# Licensed under the Apache License, Version 2.0; see the file LICENSE.
+"""
+One model over two processes answers as one process does: tensor parallel (training too), and the
+context-parallel prefill of scripts/context_parallel.py.
+"""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from atma import AtmaForCausalLM
+
+PROCESSES = 2
+ROOT = Path(__file__).parent.parent
+OPTIONS = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+
+
+def draw_ids() -> torch.Tensor:
+    # An odd length: the shares of a context do not divide it.
+    return torch.randint(1, 101, (2, 53), generator=torch.Generator().manual_seed(5))
+
+
+def split_over_heads(folder: str, **options) -> AtmaForCausalLM:
+    """The model with its heads split over all processes, as this version of Transformers asks."""
+    if importlib.util.find_spec("transformers.distributed") is not None and hasattr(
+        transformers.distributed.DistributedConfig, "tp_size"
+    ):
+        config = transformers.distributed.DistributedConfig(tp_size=dist.get_world_size())
+        return AtmaForCausalLM.from_pretrained(folder, distributed_config=config, **options)
+    return AtmaForCausalLM.from_pretrained(folder, tp_plan="auto", **options)
+
+
+def answers(model) -> dict:
+    """Logits of a padded batch, text, the loss and all gradients."""
+    ids = draw_ids()
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    model.eval()
+    with torch.no_grad():
+        logits = model(ids, attention_mask=mask).logits
+    text = model.generate(ids, attention_mask=mask, **OPTIONS)
+    model.train()
+    loss = model(ids, labels=ids).loss
+    loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    gradients = {
+        n: g.full_tensor() if hasattr(g, "full_tensor") else g for n, g in gradients.items()
+    }
+    return {"logits": logits[mask.bool()], "text": text, "loss": loss.detach(), **gradients}
+
+
+def continuation(model, result) -> dict:
+    """From the logits and the cache of a prefill: both, and the logits of a further token."""
+    logits, cache = result
+    states = {
+        f"{i} {name}": state.current.clone()
+        for i, layer in enumerate(cache.layers)
+        for name, state in layer.states.items()
+    }
+    with torch.no_grad():
+        more = model(logits.argmax(-1), past_key_values=cache).logits
+    return {"logits": logits, "more": more, **states}
+
+
+def main() -> None:
+    """What each process runs."""
+    folder, out = sys.argv[1:]
+    sys.path.insert(0, str(ROOT / "scripts"))
+    from context_parallel import ContextParallel
+
+    dist.init_process_group("gloo")
+    found = {"tensor": answers(split_over_heads(folder))}
+    model = AtmaForCausalLM.from_pretrained(folder).eval()
+    result = ContextParallel(model).prefill(draw_ids())
+    found["context"] = None if result is None else continuation(model, result)
+    refusals = [folder + "-three-groups", folder + "-distractors"]
+    found["refusals"] = []
+    for other in refusals:
+        try:
+            split_over_heads(other)
+        except ValueError as error:
+            found["refusals"].append(str(error))
+    if dist.get_rank() == dist.get_world_size() - 1:
+        torch.save(found, out)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def plain(make_model):
+    return make_model(vocab_size=102)
+
+
+@pytest.fixture(scope="module")
+def found(plain, make_model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("parallel")
+    plain.save_pretrained(folder / "model")
+    make_model(vocab_size=102, num_attention_heads=3, num_key_value_heads=3).save_pretrained(
+        folder / "model-three-groups"
+    )
+    make_model(vocab_size=102, distractor_keys=4).save_pretrained(folder / "model-distractors")
+    subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        + [f"--nproc-per-node={PROCESSES}", __file__, str(folder / "model"), str(folder / "out")],
+        check=True,
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    return torch.load(folder / "out", weights_only=True)
+
+
+def test_tensor_parallel_answers_and_trains_as_one_device_does(found, plain, make_model, close):
+    expected, actual = answers(make_model(vocab_size=102)), found["tensor"]
+    assert set(actual) == set(expected)
+    assert torch.equal(actual.pop("text"), expected["text"])
+    close(actual.pop("logits"), expected["logits"], 5e-5)
+    for name, gradient in actual.items():
+        off = (gradient - expected[name]).norm()
+        assert off <= 1e-3 * expected[name].norm() + 1e-6, name
+
+
+def test_tensor_parallel_refuses_what_it_cannot_split(found):
+    first, second = found["refusals"]
+    assert "3 key/value heads" in first and "2 devices" in first
+    assert "distractor" in second
+
+
+def test_a_context_read_in_shares_leaves_the_same_cache(found, plain, close):
+    ids = draw_ids()
+    with torch.no_grad():
+        whole = plain(ids, use_cache=True, logits_to_keep=1)
+    expected = continuation(plain, (whole.logits, whole.past_key_values))
+    actual = found["context"]
+    assert set(actual) == set(expected)
+    for name in expected:
+        close(actual[name], expected[name], 5e-5)
+
+
+if __name__ == "__main__":
+    main()
