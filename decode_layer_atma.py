@@ -60,11 +60,17 @@ def can_fuse(layer: nn.Module, hidden_states: torch.Tensor, layout, state) -> bo
     needed = [state.conv]
     if layer.is_hybrid:
         needed += [] if mixer.memory is None else [state.memory]
-    if (layer.is_hybrid and not mixer.is_polar) or any(x.current is None for x in needed):
+    if layer.is_hybrid and (
+        not mixer.is_polar or (mixer.training and mixer.config.distractor_keys)
+    ):
+        return False
+    if any(x.current is None for x in needed):
         return False
     weights = plain_parameters(layer.modules(), type(layer).__module__)
     device, dtype = hidden_states.device, hidden_states.dtype
-    return weights is not None and all(x.device == device and x.dtype == dtype for x in weights)
+    return weights is not None and all(
+        x.device == device and x.dtype == dtype and x.is_contiguous() for x in weights
+    )
 
 
 def fused_step(layer: nn.Module, hidden_states: torch.Tensor, layout, state) -> torch.Tensor:

@@ -39,7 +39,7 @@ from .kernels.short_convolution import canon_convolution, gated_causal_conv1d
 from .kernels.softmax_attention import apply_rotary, softmax_attention
 from .kernels.squared_relu import squared_relu_product
 from .layout_atma import TokenLayout, build_layout, keep_positions, same_boundaries
-from .loss_atma import distractor_term, loss_of_hidden_states, loss_of_logits
+from .loss_atma import distractor_term, is_plain_linear, loss_of_hidden_states, loss_of_logits
 from .outputs_atma import (
     CACHE_NAME,
     AtmaCausalLMOutput,
@@ -50,6 +50,7 @@ from .outputs_atma import (
 from .parallel_atma import check_tensor_parallel, local_shard
 from .quantization_atma import spare_from_quantisation
 from .rollback_atma import RollbackState
+from .trl_atma import with_soft_cap
 
 logger = logging.get_logger(__name__)
 
@@ -793,6 +794,10 @@ class AtmaForCausalLM(AtmaPreTrainedModel, AtmaGenerationMixin):
         self.lm_head.starts_at_zero = config.zero_init_residual and not config.tie_word_embeddings
         self.post_init()
 
+    def __setattr__(self, name: str, value) -> None:
+        # TRL puts a forward here that would read the head's weights, past the soft cap.
+        super().__setattr__(name, with_soft_cap(self, value) if name == "forward" else value)
+
     @can_return_tuple
     def forward(
         self,
@@ -879,9 +884,10 @@ class AtmaForCausalLM(AtmaPreTrainedModel, AtmaGenerationMixin):
         return self._cap(self.lm_head(hidden_states))
 
     def _cap(self, logits: torch.Tensor) -> torch.Tensor:
-        """`soft_cap`, in place where no gradient needs the logits."""
+        """`soft_cap`, in place where neither a gradient nor a hook of the head needs the logits."""
         cap, backend = float(self.config.logit_softcap), self.config.kernel_backend
-        if torch.is_grad_enabled() or logits.dtype not in (torch.bfloat16, torch.float16):
+        is_needed = torch.is_grad_enabled() or not is_plain_linear(self.lm_head, logits)
+        if is_needed or logits.dtype not in (torch.bfloat16, torch.float16):
             return soft_cap(logits, cap, backend=backend)
         # In slices, so that a long evaluation never holds a second copy of all its logits.
         for part in logits.view(-1, logits.shape[-1]).split(4096):

@@ -257,6 +257,7 @@ class CanonConvolutionFunction(torch.autograd.Function):
         return tuple(canon_convolution_fwd_op(streams, weights, initial_states, cu_seqlens))
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx, *gradients):
         saved = ctx.saved_tensors
         streams, weights, initial_states = saved[:3], saved[3:6], list(saved[7:])

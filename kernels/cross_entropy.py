@@ -156,7 +156,7 @@ def linear_cross_entropy(
         # In multiples of 128, as tiles of matrix products like it.
         most = max(_ELEMENTS_PER_CHUNK // vocab_size // 128 * 128, 128)
         num_chunks = max(-(-num_tokens // most), 1)
-        chunk_size = min(-(-num_tokens // num_chunks // 128) * 128, most)
+        chunk_size = min(max(-(-num_tokens // num_chunks // 128), 1) * 128, most)
     is_wanted = [
         torch.is_grad_enabled() and x is not None and x.requires_grad
         for x in (hidden, weight, bias)
@@ -182,7 +182,12 @@ def linear_cross_entropy_reference(
 
 def _capped(logits: torch.Tensor, cap: float) -> torch.Tensor:
     x = logits.to(compute_dtype(logits))
-    return cap * x * torch.rsqrt(x * x + cap * cap)
+    return x * _slope(x, cap)
+
+
+def _slope(x: torch.Tensor, cap: float) -> torch.Tensor:
+    """What caps x, and whose cube is the derivative of the capped x."""
+    return torch.rsqrt(1 + (x / cap).square())
 
 
 def _has_triton(logits: torch.Tensor) -> bool:
@@ -230,9 +235,19 @@ class SoftCapFunction(torch.autograd.Function):
         return _soft_cap_fwd_op(logits, cap)
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx, gradient):
         (logits,) = ctx.saved_tensors
         return _soft_cap_bwd_op(logits, gradient, ctx.cap), None
+
+
+def _refuse_second_derivative() -> None:
+    # once_differentiable would not notice: the gradient of a loss, 1, depends on nothing.
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise RuntimeError(
+            "The gradient of this loss has no derivative (create_graph=True): use "
+            "capped_cross_entropy with backend='torch', which has all of them."
+        )
 
 
 class CappedCrossEntropyFunction(torch.autograd.Function):
@@ -248,6 +263,7 @@ class CappedCrossEntropyFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient, d_capped):
+        _refuse_second_derivative()
         logits, labels = ctx.saved_tensors
         if gradient is None and d_capped is None:
             d_logits = None
@@ -262,17 +278,24 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
     """Keeps the gradients of a loss of weight one."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, labels, *rest):
-        loss, *gradients = _linear_cross_entropy_op(hidden, weight, bias, labels, *rest)
-        ctx.is_wanted = rest[-1]
-        ctx.save_for_backward(*gradients)
+    def forward(ctx, hidden, weight, bias, labels, cap, ignore_index, *rest):
+        inputs = hidden, weight, bias
+        loss, *gradients = _linear_cross_entropy_op(*inputs, labels, cap, ignore_index, *rest)
+        ctx.dtypes = [
+            x.dtype if is_wanted else None for x, is_wanted in zip(inputs, rest[-1], strict=True)
+        ]
+        ctx.save_for_backward((labels != ignore_index).any(), *gradients)
         return loss
 
     @staticmethod
     def backward(ctx, gradient):
+        _refuse_second_derivative()
+        has_labels, *unscaled = ctx.saved_tensors
+        # A mean over no labels is 0 / 0, and still passes on no gradient, as torch's does.
+        gradient = gradient.where(has_labels, 0.0)
         gradients = (
-            (gradient * unscaled).to(unscaled.dtype) if is_wanted else None
-            for unscaled, is_wanted in zip(ctx.saved_tensors, ctx.is_wanted, strict=True)
+            None if dtype is None else (gradient * x).to(dtype)
+            for x, dtype in zip(unscaled, ctx.dtypes, strict=True)
         )
         return *gradients, *(None,) * 7
 
@@ -306,8 +329,7 @@ def _row_gradients(logits, labels, cap, ignore_index, backend):
         losses = cross_entropy_rows(logits, labels, cap, ignore_index, gradient=logits)
         return losses.sum(), logits
     x = logits.to(compute_dtype(logits))
-    # The derivative of the cap is the cube of this.
-    slope = torch.rsqrt(1 + (x / cap).square())
+    slope = _slope(x, cap)
     log_p = (x * slope).log_softmax(-1)
     is_counted = (labels != ignore_index)[:, None]
     targets = labels[:, None].where(is_counted, 0)
@@ -361,17 +383,24 @@ def _linear_cross_entropy(
             if wants_bias:
                 d_bias += d_logits.sum(0, dtype=sums)
     bias_dtype = weight.dtype if bias is None else bias.dtype
-    return loss, d_hidden, d_weight.to(weight.dtype), d_bias.to(bias_dtype)
+    d_weight, d_bias = d_weight.to(_sum_dtype(weight.dtype)), d_bias.to(_sum_dtype(bias_dtype))
+    return loss, d_hidden, d_weight, d_bias
+
+
+def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """In which sums over all tokens wait for their weight: fp16 would overflow until then."""
+    return torch.float32 if dtype == torch.float16 else dtype
 
 
 def _fake_linear_cross_entropy(hidden, weight, bias, labels, cap, ignore_index, dtype, *rest):
     wants_hidden, wants_weight, wants_bias = rest[-1]
     sums = torch.float64 if dtype == torch.float64 else torch.float32
+    bias_dtype = weight.dtype if bias is None else bias.dtype
     return (
         hidden.new_empty((), dtype=sums),
         hidden.new_empty(hidden.shape if wants_hidden else (0,)),
-        weight.new_empty(weight.shape if wants_weight else (0,)),
-        (weight if bias is None else bias).new_empty(weight.shape[0] if wants_bias else 0),
+        weight.new_empty(weight.shape if wants_weight else (0,), dtype=_sum_dtype(weight.dtype)),
+        weight.new_empty(weight.shape[0] if wants_bias else 0, dtype=_sum_dtype(bias_dtype)),
     )
 
 

@@ -16,6 +16,7 @@ except ImportError as error:
     raise ImportError("The Triton path of projections needs the package triton.") from error
 
 from .operators import define_operator
+from .squared_relu_triton import squared_relu_times
 
 __all__ = ["project_step_op", "project_sum_step_op"]
 
@@ -94,8 +95,7 @@ def project_step_kernel(
         b_y += tl.load(_pick(biases, index, o_n), mask=m_r, other=0.0).to(tl.float32)
     if SQUARED_RELU:
         b_gate, b_up = tl.split(tl.reshape(b_y, [BN // 2, 2]))
-        b_gate = tl.maximum(b_gate, 0.0)
-        b_y = b_gate * b_gate * b_up
+        b_y = squared_relu_times(b_gate, b_up)
         o_r = tl.program_id(0) * (BN // 2) + tl.arange(0, BN // 2)
         m_r = o_r < num_rows // 2
     tl.store(y + o_r, b_y.to(y.dtype.element_ty), mask=m_r)

@@ -80,6 +80,7 @@ class GatedDeltaFunction(torch.autograd.Function):
         return read, final_state
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx, read_gradient, final_gradient):
         query, key, value, *rest = ctx.saved_tensors
         if read_gradient is None:

@@ -142,6 +142,7 @@ class NormGateFunction(torch.autograd.Function):
         return y, total
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx, dy, d_total):
         x, weight, gate = ctx.saved_tensors
         x_dtype, update_dtype = ctx.dtypes

@@ -88,12 +88,18 @@ def canon_convolution(
         Three tensors, each of the shape and dtype of its stream.
 
     Raises:
-        ValueError: as `causal_conv1d`.
+        ValueError: as `causal_conv1d`, and if the streams differ in rows, tokens or taps.
     """
     streams, weights = (query, key, value), (query_weight, key_weight, value_weight)
     states = (None,) * 3 if initial_states is None else initial_states
     for x, weight, state in zip(streams, weights, states, strict=True):
         _check_inputs(x, weight, state, cu_seqlens)
+        if x.shape[:2] != query.shape[:2] or weight.shape[1] != query_weight.shape[1]:
+            raise ValueError(
+                "query, key and value must have the same rows and tokens, and their weights the "
+                f"same taps, but got streams {[tuple(x.shape) for x in streams]} and weights "
+                f"{[tuple(weight.shape) for weight in weights]}."
+            )
     has_triton = all(_has_triton(x, weight) for x, weight in zip(streams, weights, strict=True))
     if choose_backend(backend, query, "canon_convolution", has_triton) == "triton":
         return CanonConvolutionFunction.apply(

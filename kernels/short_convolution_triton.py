@@ -574,6 +574,7 @@ class CausalConv1dFunction(torch.autograd.Function):
         return causal_conv1d_fwd_op(x, weight, initial_state, cu_seqlens, *options)
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx, dy, du):
         x, weight, initial_state, cu_seqlens = ctx.saved_tensors
         residual, is_gated, return_input = ctx.options

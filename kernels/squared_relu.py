@@ -68,6 +68,7 @@ class SquaredReluProductFunction(torch.autograd.Function):
         return _fwd_op(gate, up)
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx, gradient):
         return _bwd_op(*ctx.saved_tensors, gradient)
 

@@ -12,7 +12,7 @@ try:
 except ImportError as error:
     raise ImportError("The Triton path of the squared ReLU needs the package triton.") from error
 
-__all__ = ["squared_relu_product_bwd", "squared_relu_product_fwd"]
+__all__ = ["squared_relu_product_bwd", "squared_relu_product_fwd", "squared_relu_times"]
 
 
 @triton.jit
@@ -20,13 +20,19 @@ def _relu(b_x):
     return tl.maximum(b_x, 0.0, propagate_nan=tl.PropagateNan.ALL)
 
 
+@triton.jit
+def squared_relu_times(b_gate, b_up):
+    """relu(gate)^2 * up of blocks in fp32; NaN passes through."""
+    b_gate = _relu(b_gate)
+    return b_gate * b_gate * b_up
+
+
 @triton.jit(do_not_specialize=["num_units"])
 def squared_relu_product_fwd_kernel(
     gate, up, out, num_units, UNIT: tl.constexpr, BLOCK: tl.constexpr
 ):
     o_x, mask = flat_offsets(num_units, UNIT, BLOCK)
-    b_gate = _relu(load_flat(gate, o_x, mask))
-    b_out = b_gate * b_gate * load_flat(up, o_x, mask)
+    b_out = squared_relu_times(load_flat(gate, o_x, mask), load_flat(up, o_x, mask))
     tl.store(out + o_x, b_out.to(out.dtype.element_ty), mask=mask)
 
 

@@ -19,6 +19,7 @@ BENCHMARKS = (
     "generation",
     "prefill",
     "training",
+    "scaling",
 )
 
 

@@ -187,6 +187,49 @@ def test_all_labels_ignored_is_no_loss(backend):
     assert not any(x.any() for x in found)
 
 
+def test_a_mean_over_no_labels_passes_on_no_gradient(backend):
+    inputs = [draw(3, 12), draw(37, 12, seed=2), draw(37, seed=4)]
+    leaves = [x.requires_grad_() for x in inputs]
+    loss = linear_cross_entropy(*leaves, labels_of(3, 37, (0, 1, 2)), CAP, backend=backend) / 0
+    assert loss.isnan() and not any(x.any() for x in torch.autograd.grad(loss, leaves))
+
+
+def test_no_tokens_are_no_loss(backend):
+    logits = draw(0, 37)
+    value = linear_cross_entropy(draw(0, 12), draw(37, 12), None, labels_of(0, 37, ()), CAP)
+    assert value == 0 == capped_cross_entropy(logits, labels_of(0, 37, ()), CAP)
+
+
+def test_sums_over_tokens_do_not_overflow_half_precision_before_they_are_divided(backend):
+    hidden = draw(4096, 8, dtype=torch.float16)
+    hidden[:, 0] = 20
+    weight = draw(64, 8, seed=2, dtype=torch.float16, scale=0.02).requires_grad_()
+    labels = labels_of(4096, 64, ()).zero_()
+    options = {"chunk_size": 512, "backend": backend}
+    (linear_cross_entropy(hidden, weight, None, labels, CAP, **options) / 4096).backward()
+    assert weight.grad.isfinite().all() and weight.grad.abs().max() > 19
+
+
+@pytest.mark.parametrize("name", ["capped_cross_entropy", "linear_cross_entropy", "soft_cap"])
+def test_a_second_derivative_is_right_or_refused(backend, name):
+    logits, labels = draw(5, 37).requires_grad_(), labels_of(5, 37)
+    weight = torch.eye(37, device=DEVICE)
+    run_of = {
+        "capped_cross_entropy": lambda: capped_cross_entropy(logits, labels, CAP, backend=backend),
+        "linear_cross_entropy": lambda: linear_cross_entropy(
+            logits, weight, None, labels, CAP, backend=backend
+        ),
+        "soft_cap": lambda: soft_cap(logits, CAP, backend=backend).square().sum(),
+    }
+    if backend == "torch" and name != "linear_cross_entropy":
+        (gradient,) = torch.autograd.grad(run_of[name](), logits, create_graph=True)
+        assert torch.autograd.grad(gradient.square().sum(), logits)[0].any()
+    else:
+        with pytest.raises(RuntimeError, match="once_differentiable|create_graph"):
+            (gradient,) = torch.autograd.grad(run_of[name](), logits, create_graph=True)
+            (logits.sum() + gradient.square().sum()).backward()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_multiplies_in_its_dtype_and_keeps_the_weights_precision(backend, dtype):
     inputs = [draw(20, 12), draw(37, 12, seed=2), draw(37, seed=4)]

@@ -366,6 +366,36 @@ def test_projections_add_up_on_the_residual(bias, dtype):
                 assert_near(found, expected, 1e-2 if dtype == torch.bfloat16 else None)
 
 
+def test_a_product_with_nan_is_nan():
+    x, weights = random(1, 1, 8), [random(4, 8, seed=i) for i in range(2)]
+    weights[0][1] = torch.nan
+    for backend in ("triton", "torch"):
+        found = project_step(x, weights, [None] * 2, squared_relu=True, backend=backend)
+        assert found.isnan().flatten().tolist() == [False, True, False, False]
+
+
+def test_a_step_in_training_mode_has_its_distractor_loss(make_model, tokens, monkeypatch):
+    monkeypatch.undo()
+    shape = {"layer_types": ["hybrid"], "num_hidden_layers": 1, "distractor_keys": 3}
+    model = make_model(kernel_backend="triton", **shape).to(DEVICE).train()
+    ids = tokens(1, 3).to(DEVICE)
+    with torch.no_grad():
+        cache = model(ids[:, :2], use_cache=True).past_key_values
+        assert model(ids[:, 2:], past_key_values=cache).distractor_loss > 0
+
+
+def test_layers_with_transposed_weights_are_called(make_model, tokens, monkeypatch):
+    monkeypatch.undo()
+    model = make_model(kernel_backend="triton", layer_types=["conv"], num_hidden_layers=1)
+    model, ids = model.to(DEVICE), tokens(1, 3).to(DEVICE)
+    weight = model.model.layers[0].mlp.down_proj.weight
+    weight.data = weight.data.t().contiguous().t()
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits[:, 2:]
+        cache = model(ids[:, :2], use_cache=True).past_key_values
+        assert_near(model(ids[:, 2:], past_key_values=cache).logits, expected, 1e-4)
+
+
 @pytest.mark.parametrize("overrides", [{}, {"use_memory": False, "use_bias": False}])
 def test_a_fused_layer_steps_as_its_modules_do(make_model, tokens, monkeypatch, overrides):
     """One token on a full cache, then a hook that the fused form would not call."""

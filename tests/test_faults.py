@@ -48,8 +48,8 @@ def without_lengths(function):
     return lambda *args, **kwargs: function(*args, **{**kwargs, "lengths": None})
 
 
-def without_state(function):
-    return lambda *args, **kwargs: function(*args, **{**kwargs, "initial_state": None})
+def without_state(function, name="initial_state"):
+    return lambda *args, **kwargs: function(*args, **{**kwargs, name: None})
 
 
 def only_for(is_memory, replacement, original):
@@ -89,7 +89,9 @@ FAULTS = {
         modeling_atma, "gated_causal_conv1d", without_state(modeling_atma.gated_causal_conv1d)
     ),
     "canon convolutions have no history": lambda m: m.setattr(
-        modeling_atma, "causal_conv1d", without_state(modeling_atma.causal_conv1d)
+        modeling_atma,
+        "canon_convolution",
+        without_state(modeling_atma.canon_convolution, "initial_states"),
     ),
 }
 

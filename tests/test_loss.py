@@ -232,6 +232,26 @@ def test_evaluation_and_calls_without_labels_get_logits(make_model, tokens):
     assert torch.equal(model.train()(ids).logits, expected.logits)
 
 
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_a_batch_without_labels_leaves_no_gradient(make_model, tokens, is_fused):
+    ids = tokens(2, 6)
+    model = make_model(fused_linear_cross_entropy=is_fused)
+    loss, grads = run(model, ids, labels=torch.full_like(ids, -100))
+    assert loss.isnan() and not any(x.any() for x in grads.values())
+    assert model(ids[:0], labels=ids[:0]).loss.isnan()
+
+
+@torch.no_grad()
+def test_hooks_of_the_head_see_its_logits_without_the_cap(make_model, tokens):
+    model, seen = make_model().bfloat16().eval(), []
+    model.lm_head.weight.mul_(100)
+    model.lm_head.register_forward_hook(lambda module, inputs, output: seen.append(output))
+    assert model(tokens(1, 6)).logits.abs().max() <= 15 < seen[0].abs().max()
+    model.lm_head = nn.Identity()
+    hidden = model(tokens(1, 6), output_hidden_states=True).hidden_states[-1]
+    assert torch.equal(hidden, model.model(tokens(1, 6)).last_hidden_state)
+
+
 def test_a_loss_function_of_the_users_own_is_used(make_model, tokens):
     ids = tokens(2, 12)
     model = make_model(dtype=torch.bfloat16)

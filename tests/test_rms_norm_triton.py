@@ -161,6 +161,21 @@ def test_compiles_as_one_graph(backend, name):
     torch.testing.assert_close(torch.autograd.grad(compiled(*inputs), inputs), expected)
 
 
+def test_a_second_derivative_is_right_or_refused(backend):
+    x = draw(3, 16).requires_grad_()
+    functions = [
+        lambda: rms_norm(x, backend=backend),
+        lambda: squared_relu_product(x, x, backend=backend),
+    ]
+    for function in functions:
+        (gradient,) = torch.autograd.grad(function().square().sum(), x, create_graph=True)
+        if backend == "torch":
+            assert torch.autograd.grad(gradient.square().sum(), x)[0].any()
+        else:
+            with pytest.raises(RuntimeError, match="once_differentiable"):
+                gradient.square().sum().backward()
+
+
 def test_wrong_shapes_are_refused(backend):
     x = torch.ones(2, 3, device=DEVICE)
     for call, message in (

@@ -292,6 +292,24 @@ def test_a_new_length_compiles_nothing():
     assert count() == before
 
 
+def test_streams_that_do_not_go_together_are_refused():
+    streams, taps = [draw(1, 5, 8) for _ in range(3)], [draw(8, 4) for _ in range(3)]
+    for inputs in ([*streams, *taps[:2], draw(8, 3)], [*streams[:2], draw(1, 4, 8), *taps]):
+        for backend in ("triton", "torch"):
+            with pytest.raises(ValueError, match="the same rows and tokens"):
+                canon_convolution(*inputs, backend=backend)
+
+
+@pytest.mark.parametrize("function", [plain, gated, canon])
+def test_a_second_derivative_is_refused(function):
+    x = draw(1, 5, 24).requires_grad_()
+    weights = [draw(24, 3)] * 3 if function is canon else [draw(8 if function is gated else 24, 3)]
+    y = function(*([x] * len(weights)), *weights)[0]
+    (gradient,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
 def test_what_the_kernels_cannot_serve_is_refused_or_left_to_torch():
     inputs = make_inputs(plain, 1, 3, 6, 3, False, torch.float64)
     with pytest.raises(ValueError, match="Triton implementation of causal_conv1d"):

@@ -79,8 +79,8 @@ class RunSettings:
         rows_per_device: sequences of one forward pass on one device; accumulation makes up
             `tokens_per_step` on any number of processes.
         document_boundaries: whether documents in a row are kept apart. The default is rows cut from
-            one stream, in which documents see what stands before them, as in the paper's training;
-            nothing is padded, every row has one shape, and the model meets changes of topic.
+            one stream, in which documents see what stands before them: nothing is padded, every row
+            has one shape, and the model meets changes of topic, as a long context does.
         weights: "float32" (bfloat16 is then a matter of `trainer: {bf16: true}`) or "bfloat16".
         compile_layers: compile each kind of decoder layer, once, instead of the whole model (which
             `trainer: {torch_compile: true}` does): far less to compile for nearly the same speed.

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from datasets import Dataset
 from peft import LoraConfig
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+from trl.trainer.utils import add_fused_lm_head
 
 LENGTHS = (20, 13, 7, 16, 9, 11, 18, 5)
 
@@ -47,6 +48,66 @@ def test_sft_trains(make_model, text, tokenizer, tmp_path, kind):
     config = SFTConfig(str(tmp_path), **{"max_length": 32, **PACKING[kind], **OPTIONS})
     logs = trained(SFTTrainer(make_model(), config, train_dataset=rows, processing_class=tokenizer))
     assert len(logs) == 3 and all(0 < entry["loss"] < 20 for entry in logs)
+
+
+FIELDS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+
+
+def loud(make_model, **overrides):
+    """A model whose logits go far beyond the cap."""
+    model = make_model(**overrides)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(20)
+    return model.train()
+
+
+def test_trl_computes_the_loss_of_the_model(make_model, tokens):
+    """Its fused head reads the head's weights: the soft cap and the distractor loss count too."""
+    ids = tokens(2, 12)
+    labels = ids.clone()
+    labels[0, :5] = -100
+    for overrides in ({}, {"distractor_keys": 3}):
+        results = []
+        for fused in (False, True):
+            model = loud(make_model, **overrides)
+            options = {}
+            if fused:
+                add_fused_lm_head(model)
+                options = {"fused_lm_head": True}
+            torch.manual_seed(0)
+            loss = model(input_ids=ids, labels=labels, num_items_in_batch=9, **options).loss
+            loss.backward()
+            results.append((loss, [p.grad for p in model.parameters()]))
+        assert results[0][0].item() == pytest.approx(results[1][0].item(), rel=1e-5)
+        for one, other in zip(results[0][1], results[1][1], strict=True):
+            assert (one - other).norm() <= 1e-4 * one.norm()
+
+
+@pytest.mark.parametrize("shifted", [False, True])
+def test_without_a_cap_all_its_fields_are_those_of_trl(make_model, tokens, shifted, monkeypatch):
+    ids = tokens(2, 12)
+    labels = ids.clone()
+    labels[1, 7:] = -100
+    key = "shift_labels" if shifted else "labels"
+    results = []
+    for is_own in (True, False):
+        model = make_model(logit_softcap=1e6)
+        if not is_own:
+            monkeypatch.setattr("atma.modeling_atma.with_soft_cap", lambda model, value: value)
+        add_fused_lm_head(model, temperature=0.7, outputs=FIELDS)
+        results.append(model(input_ids=ids, fused_lm_head=True, **{key: labels}))
+    for name in (*FIELDS, "loss", "label_mask"):
+        one, other = results[0][name], results[1][name]
+        assert one.dtype == other.dtype
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_a_fused_head_of_unknown_make_is_refused(make_model):
+    def forward(self, fused_lm_head=False):
+        return None
+
+    with pytest.raises(ValueError, match="would leave out the soft cap"):
+        make_model().forward = forward
 
 
 def test_packing_of_sft_keeps_documents_apart(make_model, text, tokenizer, tmp_path):
