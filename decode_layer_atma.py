@@ -48,6 +48,7 @@ def can_fuse(layer: nn.Module, hidden_states: torch.Tensor, layout, state) -> bo
         or layout.start is None
         or layout.shape != (1, 1)
         or torch.is_grad_enabled()
+        # Under torch 2.11 the compiler does not come to an end over these operators' lists.
         or torch.compiler.is_compiling()
         or torch.is_autocast_enabled(hidden_states.device.type)
     ):
