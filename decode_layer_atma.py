@@ -48,7 +48,8 @@ def can_fuse(layer: nn.Module, hidden_states: torch.Tensor, layout, state) -> bo
         or layout.start is None
         or layout.shape != (1, 1)
         or torch.is_grad_enabled()
-        # Under torch 2.11 the compiler does not come to an end over these operators' lists.
+        # Inductor (torch 2.11) prints the arguments of an operator that it meets for the first time,
+        # with theirs: over operators that follow one another like these it does not come to an end.
         or torch.compiler.is_compiling()
         or torch.is_autocast_enabled(hidden_states.device.type)
     ):
