@@ -48,9 +48,6 @@ def can_fuse(layer: nn.Module, hidden_states: torch.Tensor, layout, state) -> bo
         or layout.start is None
         or layout.shape != (1, 1)
         or torch.is_grad_enabled()
-        # Inductor (torch 2.11) prints the arguments of an operator that it meets for the first time,
-        # with theirs: over operators that follow one another like these it does not come to an end.
-        or torch.compiler.is_compiling()
         or torch.is_autocast_enabled(hidden_states.device.type)
     ):
         return False
@@ -148,15 +145,19 @@ def _project(x, linears, norm, backend, squared_relu=False) -> torch.Tensor:
 
 
 def _project_sum(inputs, linears, residual, backend, gate=None, real=None) -> torch.Tensor:
-    return project_sum_step(
+    # Inductor (torch 2.11) prints the arguments of an operator that it meets for the first time, and
+    # theirs, and theirs: over operators that follow one another directly it does not come to an end.
+    outside = torch.compiler.is_compiling()
+    total = project_sum_step(
         inputs,
         [linear.weight for linear in linears],
         [linear.bias for linear in linears],
-        residual,
+        torch.zeros_like(residual) if outside else residual,
         gate=gate,
         real=real,
         backend=backend,
     )
+    return residual + total if outside else total
 
 
 __all__ = ["can_fuse", "fused_step", "plain_parameters"]

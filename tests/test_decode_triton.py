@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from atma import modeling_atma
+from atma.cache_atma import AtmaCache
 from atma.decode_layer_atma import fused_step
 from atma.kernels.backend import INTERPRETED
 from atma.kernels.decode_convolution import (
@@ -23,6 +24,7 @@ from atma.kernels.short_convolution import (
     gated_causal_conv1d_reference,
     shift_window_reference,
 )
+from torch._dynamo.backends.debugging import aot_eager
 
 if not (INTERPRETED or torch.cuda.is_available()):
     pytest.skip("Triton needs a GPU, or TRITON_INTERPRET=1.", allow_module_level=True)
@@ -422,6 +424,34 @@ def test_a_fused_layer_steps_as_its_modules_do(make_model, tokens, monkeypatch, 
     assert_near(found, expected[:, 7:], 1e-4)
     # Two layers twice, then the first alone.
     assert len(steps) == 5 and len(calls) == 1
+
+
+def test_fused_layers_are_compiled_whole(make_model, tokens, monkeypatch):
+    """One graph on a static cache, with the fused form inside, says what the modules say."""
+    monkeypatch.undo()
+    shape = {"layer_types": ["conv", "hybrid"]}
+    plain = make_model(kernel_backend="torch", **shape).to(DEVICE)
+    fused = make_model(kernel_backend="triton", **shape).to(DEVICE)
+    ids = tokens(1, 8).to(DEVICE)
+    if INTERPRETED:
+        monkeypatch.setattr(decode_linear_triton, "_TILE", (64, 64, 1))
+        monkeypatch.setattr(decode_linear_triton, "_SUM_TILE", (64, 64, 1))
+    graphs = []
+
+    def backend(graph, example_inputs):
+        graphs.append(graph.print_readable(print_output=False))
+        return aot_eager(graph, example_inputs)
+
+    cache = AtmaCache(plain.config, max_length=16)
+    torch.compiler.reset()
+    step = torch.compile(fused, backend=backend, fullgraph=True)
+    with torch.no_grad():
+        expected = plain(ids, use_cache=False).logits
+        plain(ids[:, :5], past_key_values=cache)
+        for position in (5, 6, 7):
+            found = step(ids[:, position : position + 1], past_key_values=cache).logits
+            assert_near(found, expected[:, position : position + 1], 1e-4)
+    assert len(graphs) == 1 and "project_sum_step" in graphs[0]
 
 
 def test_torch_paths_of_the_steps_agree():
