@@ -145,8 +145,8 @@ def _project(x, linears, norm, backend, squared_relu=False) -> torch.Tensor:
 
 
 def _project_sum(inputs, linears, residual, backend, gate=None, real=None) -> torch.Tensor:
-    # Inductor (torch 2.11) prints the arguments of an operator that it meets for the first time, and
-    # theirs, and theirs: over operators that follow one another directly it does not come to an end.
+    # Inductor (torch 2.11) prints the arguments of an operator that it meets for the first time,
+    # and theirs, and theirs: over operators that follow one another directly it does not end.
     outside = torch.compiler.is_compiling()
     total = project_sum_step(
         inputs,
