@@ -72,7 +72,10 @@ def _log_probabilities(model, args, kwargs, *, temperature, fields, in_fp32, out
         hidden_states, shift_labels = hidden_states[:, :-1], labels[:, 1:]
     shift_labels = shift_labels.to(hidden_states.device)
     mask = shift_labels != IGNORE_INDEX
-    score = functools.partial(_score, model, temperature=temperature, in_fp32=in_fp32)
+    fields = {"log_probs", *fields}
+    score = functools.partial(
+        _score, model, fields=fields, temperature=temperature, in_fp32=in_fp32
+    )
     chunks = [
         checkpoint(score, rows, targets, use_reentrant=False)
         for rows, targets in zip(
@@ -81,10 +84,7 @@ def _log_probabilities(model, args, kwargs, *, temperature, fields, in_fp32, out
             strict=True,
         )
     ]
-    scores = {
-        name: _scatter(torch.cat([chunk[name] for chunk in chunks]), mask)
-        for name in {"log_probs", *fields}
-    }
+    scores = {name: _scatter(torch.cat([chunk[name] for chunk in chunks]), mask) for name in fields}
     count = mask.sum().clamp(min=1) if given_count is None else given_count
     loss = -scores["log_probs"].sum() / count
     if outputs.distractor_loss is not None:
@@ -98,8 +98,8 @@ def _log_probabilities(model, args, kwargs, *, temperature, fields, in_fp32, out
     return output_class(loss=loss, label_mask=mask, **scores)
 
 
-def _score(model, rows, targets, *, temperature, in_fp32) -> dict[str, torch.Tensor]:
-    """What the distribution after each of the rows `[N, C]` says of its target, `[N]` each."""
+def _score(model, rows, targets, *, fields, temperature, in_fp32) -> dict[str, torch.Tensor]:
+    """What the distribution after each of the rows `[N, C]` says of its target: `fields`, `[N]`."""
     head, device_type = model.get_output_embeddings(), rows.device.type
     with torch.autocast(
         device_type, enabled=torch.is_autocast_enabled(device_type) and not in_fp32
@@ -109,17 +109,15 @@ def _score(model, rows, targets, *, temperature, in_fp32) -> dict[str, torch.Ten
     z = soft_cap(logits.float(), float(config.logit_softcap), backend=config.kernel_backend)
     z = z / temperature
     log_p = z.log_softmax(-1)
-    with torch.no_grad():
-        fixed = {
-            "log_sum_sq_probs": (2 * log_p).logsumexp(-1),
-            "mean_logits": z.mean(-1),
-            "is_top1": z.argmax(-1) == targets,
-        }
-    return {
-        "log_probs": log_p.gather(-1, targets[:, None])[:, 0],
-        "entropy": -(log_p.exp() * log_p).sum(-1),
-        **fixed,
+    detached = log_p.detach()
+    formulas = {
+        "log_probs": lambda: log_p.gather(-1, targets[:, None])[:, 0],
+        "entropy": lambda: -(log_p.exp() * log_p).sum(-1),
+        "log_sum_sq_probs": lambda: (2 * detached).logsumexp(-1),
+        "mean_logits": lambda: z.detach().mean(-1),
+        "is_top1": lambda: z.detach().argmax(-1) == targets,
     }
+    return {name: formulas[name]() for name in fields}
 
 
 def _scatter(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

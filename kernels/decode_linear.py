@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from .backend import choose_backend
+from .rms_norm import rms_norm, sigmoid_gate
 from .squared_relu import squared_relu_product
 
 try:
@@ -67,7 +68,7 @@ def project_step(
         biases = [bias for bias in biases if bias is not None]
         return project_step_op(x, weights, biases, norm_weight, norm_eps, squared_relu)
     if norm_weight is not None:
-        x = F.rms_norm(x, x.shape[-1:], norm_weight, norm_eps)
+        x = rms_norm(x, norm_weight, norm_eps, backend="torch")
     projected = [F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
     if squared_relu:
         gate, up = projected
@@ -108,7 +109,7 @@ def project_sum_step(
         biases = [bias for bias in biases if bias is not None]
         return project_sum_step_op(inputs, weights, biases, residual, gate, real)
     if gate is not None:
-        inputs = [inputs[0] * torch.sigmoid(gate), *inputs[1:]]
+        inputs = [sigmoid_gate(inputs[0], gate, backend="torch"), *inputs[1:]]
     terms = zip(inputs, weights, biases, strict=True)
     total = sum(F.linear(x, weight, bias) for x, weight, bias in terms)
     if real is not None:

@@ -28,8 +28,6 @@ def main() -> None:
     subparsers = parser.add_subparsers(dest="benchmark", required=True)
     modules = {}
     for name in BENCHMARKS:
-        if not (Path(__file__).parent / "benchmarks" / f"{name}.py").exists():
-            continue
         modules[name] = importlib.import_module(f"benchmarks.{name}")
         subparser = subparsers.add_parser(
             name,

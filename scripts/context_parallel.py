@@ -28,9 +28,14 @@ import torch
 import torch.distributed as dist
 from atma import AtmaCache, AtmaConfig, AtmaForCausalLM
 from atma.kernels.gated_delta import gated_delta
-from atma.kernels.partial_polar_attention import merge_polar_parts, partial_polar_attention
+from atma.kernels.partial_polar_attention import (
+    PolarPart,
+    merge_polar_parts,
+    partial_polar_attention,
+)
+from atma.kernels.polar_attention import PolarOutput
+from atma.kernels.rms_norm import gated_rms_norm, sigmoid_gate
 from atma.kernels.short_convolution import causal_conv1d, gated_causal_conv1d
-from atma.modeling_atma import rms_norm
 
 
 def transfer(sends: list[tuple], receives: list[tuple]) -> None:
@@ -133,8 +138,8 @@ class ContextParallel:
 
     def _attention(self, mixer, hidden_states, state):
         streams = (
-            rms_norm(mixer._heads(mixer.q_proj(hidden_states))).flatten(2),
-            rms_norm(mixer._heads(mixer.k_proj(hidden_states))).flatten(2),
+            mixer._normalise(mixer.q_proj(hidden_states)),
+            mixer._normalise(mixer.k_proj(hidden_states)),
             mixer.v_proj(hidden_states),
         )
         weights = (mixer.query_canon_weight, mixer.key_canon_weight, mixer.value_canon_weight)
@@ -151,8 +156,9 @@ class ContextParallel:
         if state is not None:
             state.update_conv(tail, None)
         polar = self._polar(mixer, query, key, value, state)
-        gate = torch.sigmoid(mixer.gate_proj(hidden_states)).view_as(query)
-        output = mixer.o_proj((polar.direction * gate).flatten(2))
+        gate = mixer.gate_proj(hidden_states).view_as(query)
+        content = sigmoid_gate(polar.direction, gate, backend=self.backend)
+        output = mixer.o_proj(content.flatten(2))
         output = output + mixer.count_proj(polar.magnitude)
         if mixer.memory is not None:
             output = output + self._memory(mixer.memory, hidden_states, query, key, value, state)
@@ -182,10 +188,10 @@ class ContextParallel:
             for i in range(self.rank + 1, self.size)
         ]
         own = part(query, self.position, (key, value), True)
-        first, second = [type(own)(*_halves(own, half, 0))], [type(own)(*_halves(own, half, 1))]
+        first, second = [rows_of(own, slice(half))], [rows_of(own, slice(half, None))]
         for j in range(self.rank):
             first.append(part(query[:, :half], self.position, keys_and_values[j], False))
-            second.append(type(own)(*(torch.empty_like(x) for x in second[0])))
+            second.append(PolarPart(*map(torch.empty_like, second[0])))
         transfer(
             [(x, self.rank + 1 + i) for i, answer in enumerate(answers) for x in answer],
             [(x, j) for j in range(self.rank) for x in second[1 + j]],
@@ -198,7 +204,7 @@ class ContextParallel:
             whole = torch.cat(keys_and_values, dim=2)
             start = torch.zeros(whole.shape[1], dtype=torch.int64, device=whole.device)
             state.write(whole[0], whole[1], start, None)
-        return type(outputs[0])(
+        return PolarOutput(
             torch.cat([x.direction for x in outputs], dim=1),
             torch.cat([x.magnitude for x in outputs], dim=1),
         )
@@ -229,17 +235,13 @@ class ContextParallel:
         if state is not None:
             state.memory.commit(after, inputs)
         gate = memory.gate_proj(hidden_states).view_as(read)
-        return memory.out_proj((rms_norm(read) * torch.sigmoid(gate)).flatten(2))
+        return memory.out_proj(gated_rms_norm(read, gate, backend=self.backend).flatten(2))
 
 
-def _halves(part, half: int, which: int):
-    """The first or second half of the queries of a part's tensors."""
-    rows = slice(half) if which == 0 else slice(half, None)
-    return (
-        part.content[:, rows].contiguous(),
-        part.l1[:, :, rows].contiguous(),
-        part.l2[:, :, rows].contiguous(),
-    )
+def rows_of(part: PolarPart, rows: slice) -> PolarPart:
+    """The part of some of its queries."""
+    content, l1, l2 = part
+    return PolarPart(*(x.contiguous() for x in (content[:, rows], l1[..., rows], l2[..., rows])))
 
 
 def main() -> None:

@@ -5,7 +5,6 @@ One model over two processes answers as one process does: tensor parallel (train
 context-parallel prefill of scripts/context_parallel.py.
 """
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -14,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import transformers
 from atma import AtmaForCausalLM
+from transformers.distributed import DistributedConfig
 
 PROCESSES = 2
 ROOT = Path(__file__).parent.parent
@@ -28,13 +27,9 @@ def draw_ids() -> torch.Tensor:
 
 
 def split_over_heads(folder: str, **options) -> AtmaForCausalLM:
-    """The model with its heads split over all processes, as this version of Transformers asks."""
-    if importlib.util.find_spec("transformers.distributed") is not None and hasattr(
-        transformers.distributed.DistributedConfig, "tp_size"
-    ):
-        config = transformers.distributed.DistributedConfig(tp_size=dist.get_world_size())
-        return AtmaForCausalLM.from_pretrained(folder, distributed_config=config, **options)
-    return AtmaForCausalLM.from_pretrained(folder, tp_plan="auto", **options)
+    """The model with its heads split over all processes."""
+    config = DistributedConfig(tp_size=dist.get_world_size())
+    return AtmaForCausalLM.from_pretrained(folder, distributed_config=config, **options)
 
 
 def answers(model) -> dict:
