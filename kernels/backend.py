@@ -74,8 +74,7 @@ def compute_dtype(*tensors: torch.Tensor) -> torch.dtype:
 
 def without_autocast(tensor: torch.Tensor) -> torch.autocast:
     """A context in which matrix products keep the dtype that the operation chose for them."""
-    device_type = tensor.device.type
-    # Devices without autocast (meta) have nothing to switch off; any valid name will do for them.
-    return torch.autocast(
-        device_type if torch.amp.is_autocast_available(device_type) else "cpu", enabled=False
-    )
+    # The meta device has no autocast to switch off; any valid name will do. (To ask torch whether a
+    # device has one would break the graphs of torch 2.11's compiler.)
+    device_type = "cpu" if tensor.is_meta else tensor.device.type
+    return torch.autocast(device_type, enabled=False)

@@ -54,9 +54,11 @@ def softmax_attention(
         raise ValueError("Attention weights exist in the eager implementation only: use 'eager'.")
     num_queries, num_keys, num_groups = query.shape[1], key.shape[1], key.shape[2]
     whole = cu_seqlens is None and window is None and query_start is None
-    if implementation == "sdpa" and whole and num_queries in (1, num_keys):
+    if implementation == "sdpa" and whole and num_queries == 1:
         # A single query at the end sees all keys; as many queries as keys are plainly causal.
-        return _sdpa(query, key, value, scale, None, num_queries > 1), None
+        return _sdpa(query, key, value, scale, None, False), None
+    if implementation == "sdpa" and whole and num_queries == num_keys:
+        return _sdpa(query, key, value, scale, None, True), None
 
     visibility = Visibility(
         num_queries,

@@ -2,7 +2,8 @@
 # Licensed under the Apache License, Version 2.0; see the file LICENSE.
 """
 One model over two processes answers as one process does: tensor parallel (training too), and the
-context-parallel prefill of scripts/context_parallel.py.
+context-parallel prefill of scripts/context_parallel.py. On two GPUs where there are two, else on the
+CPU.
 """
 
 import os
@@ -17,6 +18,7 @@ from atma import AtmaForCausalLM
 from transformers.distributed import DistributedConfig
 
 PROCESSES = 2
+ON_GPUS = torch.cuda.device_count() >= PROCESSES
 ROOT = Path(__file__).parent.parent
 OPTIONS = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
@@ -34,7 +36,7 @@ def split_over_heads(folder: str, **options) -> AtmaForCausalLM:
 
 def answers(model) -> dict:
     """Logits of a padded batch, text, the loss and all gradients."""
-    ids = draw_ids()
+    ids = draw_ids().to(model.device)
     mask = torch.ones_like(ids)
     mask[0, :5] = 0
     model.eval()
@@ -48,7 +50,8 @@ def answers(model) -> dict:
     gradients = {
         n: g.full_tensor() if hasattr(g, "full_tensor") else g for n, g in gradients.items()
     }
-    return {"logits": logits[mask.bool()], "text": text, "loss": loss.detach(), **gradients}
+    found = {"logits": logits[mask.bool()], "text": text, "loss": loss.detach(), **gradients}
+    return {name: x.cpu() for name, x in found.items()}
 
 
 def continuation(model, result) -> dict:
@@ -61,7 +64,8 @@ def continuation(model, result) -> dict:
     }
     with torch.no_grad():
         more = model(logits.argmax(-1), past_key_values=cache).logits
-    return {"logits": logits, "more": more, **states}
+    found = {"logits": logits, "more": more, **states}
+    return {name: x.cpu() for name, x in found.items()}
 
 
 def main() -> None:
@@ -70,10 +74,18 @@ def main() -> None:
     sys.path.insert(0, str(ROOT / "scripts"))
     from context_parallel import ContextParallel
 
-    dist.init_process_group("gloo")
-    found = {"tensor": answers(split_over_heads(folder))}
-    model = AtmaForCausalLM.from_pretrained(folder).eval()
-    result = ContextParallel(model).prefill(draw_ids())
+    dist.init_process_group("nccl" if ON_GPUS else "gloo")
+    device = torch.device("cpu")
+    if ON_GPUS:
+        device = torch.device("cuda", dist.get_rank())
+        torch.cuda.set_device(device)
+    model = split_over_heads(folder)
+    with torch.no_grad():
+        cache = model(draw_ids().to(model.device), use_cache=True).past_key_values
+    shapes = {(n, tuple(x.current.shape)) for y in cache.layers for n, x in y.states.items()}
+    found = {"tensor": answers(model), "shapes": sorted(shapes)}
+    model = AtmaForCausalLM.from_pretrained(folder).to(device).eval()
+    result = ContextParallel(model).prefill(draw_ids().to(device))
     found["context"] = None if result is None else continuation(model, result)
     refusals = [folder + "-three-groups", folder + "-distractors"]
     found["refusals"] = []
@@ -89,8 +101,14 @@ def main() -> None:
 
 
 @pytest.fixture(scope="module")
-def plain(make_model):
-    return make_model(vocab_size=102)
+def alone(make_model):
+    """Builds what one device holds."""
+    return lambda: make_model(vocab_size=102).to("cuda" if ON_GPUS else "cpu")
+
+
+@pytest.fixture(scope="module")
+def plain(alone):
+    return alone()
 
 
 @pytest.fixture(scope="module")
@@ -111,14 +129,20 @@ def found(plain, make_model, tmp_path_factory):
     return torch.load(folder / "out", weights_only=True)
 
 
-def test_tensor_parallel_answers_and_trains_as_one_device_does(found, plain, make_model, close):
-    expected, actual = answers(make_model(vocab_size=102)), found["tensor"]
+def test_tensor_parallel_answers_and_trains_as_one_device_does(found, alone, close):
+    expected, actual = answers(alone()), found["tensor"]
     assert set(actual) == set(expected)
     assert torch.equal(actual.pop("text"), expected["text"])
     close(actual.pop("logits"), expected["logits"], 5e-5)
     for name, gradient in actual.items():
         off = (gradient - expected[name]).norm()
         assert off <= 1e-3 * expected[name].norm() + 1e-6, name
+
+
+def test_each_device_holds_the_memory_of_its_heads(found, plain):
+    heads, size = plain.config.num_attention_heads // PROCESSES, plain.config.head_dim
+    assert ("memory_state", (2, heads, size, size)) in found["shapes"]
+    assert sum(name == "memory_state" for name, _ in found["shapes"]) == 1
 
 
 def test_tensor_parallel_refuses_what_it_cannot_split(found):
@@ -128,7 +152,7 @@ def test_tensor_parallel_refuses_what_it_cannot_split(found):
 
 
 def test_a_context_read_in_shares_leaves_the_same_cache(found, plain, close):
-    ids = draw_ids()
+    ids = draw_ids().to(plain.device)
     with torch.no_grad():
         whole = plain(ids, use_cache=True, logits_to_keep=1)
     expected = continuation(plain, (whole.logits, whole.past_key_values))
