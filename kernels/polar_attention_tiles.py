@@ -9,7 +9,15 @@ import functools
 
 import torch
 
-__all__ = ["LONG", "TILES", "choose_tile", "device_limits", "set_tile", "shared_memory"]
+__all__ = [
+    "LONG",
+    "TILES",
+    "choose_tile",
+    "device_limits",
+    "runs_ahead",
+    "set_tile",
+    "shared_memory",
+]
 
 # By kernel, by compute capability, by (bytes of an element, BD): queries, keys, warps, stages.
 # A device that is not listed takes the row of the closest older one.
@@ -28,7 +36,7 @@ TILES = {
             (4, 256): (32, 16, 4, 2),
         },
         (9, 0): {
-            (2, 64): (128, 128, 8, 3),
+            (2, 64): (64, 64, 4, 3),
             (2, 128): (64, 64, 4, 3),
             (2, 256): (128, 64, 8, 2),
         },
@@ -36,7 +44,7 @@ TILES = {
     "long_forward": {
         (8, 0): {},
         (9, 0): {
-            (2, 128): (128, 128, 8, 3),
+            (2, 128): (128, 128, 8, 2),
         },
     },
     "query": {
@@ -81,7 +89,7 @@ TILES = {
 # Rows of so many keys take "long_forward", where the table has one: few queries to a tile let two
 # programs share a multiprocessor, many read the keys less often. So at most two forward kernels
 # are compiled for all lengths.
-LONG = 4096
+LONG = 8192
 
 
 @functools.lru_cache
@@ -94,12 +102,25 @@ def device_limits(index: int | None) -> tuple[tuple[int, int], int]:
     return (properties.major, properties.minor), properties.shared_memory_per_block_optin
 
 
-def shared_memory(kernel: str, tile: tuple, element_size: int, block_dim: int) -> int:
+def runs_ahead(capability: tuple[int, int], element_size: int, block_dim: int) -> bool:
+    """Whether the forward computes the logits of a tile while it sums the values of the one before.
+
+    Only where products run by themselves, as Hopper's do; for large heads registers do not suffice.
+    The interpreter, (0, 0), does too, so that it can be tested.
+    """
+    return capability in ((9, 0), (0, 0)) and element_size == 2 and block_dim <= 128
+
+
+def shared_memory(
+    kernel: str, tile: tuple, element_size: int, block_dim: int, capability: tuple[int, int]
+) -> int:
     """About the bytes of shared memory that a tile needs: what stays, and what streams by."""
     queries, keys, _, stages = tile
+    # The first keys of a row come beside those that stream by.
+    first_keys = keys if runs_ahead(capability, element_size, block_dim) else 0
     rows = {
-        "forward": queries + 2 * stages * keys,
-        "long_forward": queries + 2 * stages * keys,
+        "forward": queries + 2 * stages * keys + first_keys,
+        "long_forward": queries + 2 * stages * keys + first_keys,
         "query": 2 * queries + 2 * stages * keys,
         "key": 2 * keys + 2 * stages * queries,
     }
@@ -115,7 +136,10 @@ def _tile(kernel: str, index: int | None, element_size: int, block_dim: int) -> 
     for known in sorted(TILES[kernel]):
         if known == oldest or known <= capability:
             tile = TILES[kernel][known].get((element_size, block_dim), tile)
-    while tile is not None and shared_memory(kernel, tile, element_size, block_dim) > limit:
+    while (
+        tile is not None
+        and shared_memory(kernel, tile, element_size, block_dim, capability) > limit
+    ):
         queries, keys, warps, stages = tile
         if stages > 1:
             tile = (queries, keys, warps, stages - 1)

@@ -22,7 +22,7 @@ except ImportError as error:
     raise ImportError("The Triton path of polar attention needs the package triton.") from error
 
 from .operators import define_operator
-from .polar_attention_tiles import choose_tile, device_limits
+from .polar_attention_tiles import choose_tile, device_limits, runs_ahead
 
 __all__ = [
     "LN2",
@@ -164,7 +164,7 @@ def polar_attention_fwd_kernel(
     s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_vb, s_vt, s_vh,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, ALIGN: tl.constexpr,
     PACKED: tl.constexpr, STARTS: tl.constexpr, REST: tl.constexpr, TMA: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
+    AHEAD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     # The last tiles of causal rows are the longest: they start first.
     i_bh = tl.program_id(0) % (B * H)
@@ -174,27 +174,49 @@ def polar_attention_fwd_kernel(
     o_t = i_t * BM + tl.arange(0, BM)
     o_d = tl.arange(0, BD)
     m_t, m_d = o_t < T, o_d < D
+    # Queries and the first keys are asked for early: what follows is done while they come.
+    b_q = load_rows(p_q, i_b, i_h, i_t * BM, T, s_qb, s_qt, s_qh, BM, D, BD, ALIGN, False)
     b_first, b_last, b_count = locate(
         o_t, i_b, p_cu_seqlens, p_query_start, num_documents, search_steps, offset, window, S,
         PACKED, STARTS,
     )  # fmt: skip
-    start, stop, full_start, full_stop = key_range(b_first, b_last, o_t, T)
+    if PACKED:
+        start, stop, full_start, full_stop = key_range(b_first, b_last, o_t, T)
+    else:
+        # Without a search, the ends of the tile are found faster by themselves.
+        start, full_stop, _ = locate(
+            i_t * BM, i_b, p_cu_seqlens, p_query_start, num_documents, search_steps, offset,
+            window, S, PACKED, STARTS,
+        )  # fmt: skip
+        full_start, stop, _ = locate(
+            tl.minimum(i_t * BM + BM, T) - 1, i_b, p_cu_seqlens, p_query_start, num_documents,
+            search_steps, offset, window, S, PACKED, STARTS,
+        )  # fmt: skip
+        start, stop, full_stop = tl.maximum(start, 0), stop + 1, full_stop + 1
+    if AHEAD:
+        b_k = load_rows(p_k, i_b, i_g, start, S, s_kb, s_kt, s_kh, BN, D, BD, ALIGN, TMA)
 
     log_count, root = length_terms(b_count)
     temp = 1 + softplus(tl.load(p_gain + i_h).to(tl.float32)) * log_count
-    null = tl.load(p_base + i_h).to(tl.float32)
-    null += softplus(tl.load(p_slope + i_h).to(tl.float32)) * root
     b_rate = temp * (scale * LOG2E)
 
-    b_q = load_rows(p_q, i_b, i_h, i_t * BM, T, s_qb, s_qt, s_qh, BM, D, BD, ALIGN, False)
+    if AHEAD and BM <= 64:
+        # Not straight from memory, so that the compiler keeps the queries in registers: products
+        # then read only the keys from shared memory. More queries leave no registers for it.
+        b_q = tl.where(m_t[:, None], b_q, 0.0)
     b_acc = tl.zeros([BM, BD], tl.float32)
     b_max = tl.full([BM], float("-inf"), tl.float32)
     # Sums over a row stay in PARTS parts, which saves an exchange between threads in every step.
     b_sum = tl.zeros([BM, PARTS], tl.float32)
     b_squares = tl.zeros([BM, PARTS], tl.float32)
-    for j in range(start, stop, BN):
-        b_k = load_rows(p_k, i_b, i_g, j, S, s_kb, s_kt, s_kh, BN, D, BD, ALIGN, TMA)
+    # AHEAD, the logits are one tile ahead of the sums: the tensor cores sum a tile's values, which
+    # nothing waits for, while the weights of the next tile are computed.
+    if AHEAD:
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
+    for j in range(start, stop, BN):
+        if not AHEAD:
+            b_k = load_rows(p_k, i_b, i_g, j, S, s_kb, s_kt, s_kh, BN, D, BD, ALIGN, TMA)
+            b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
         if (j < full_start) | (j + BN > full_stop):
             o_n = j + tl.arange(0, BN)
             m_s = (b_first[:, None] <= o_n[None, :]) & (o_n[None, :] <= b_last[:, None])
@@ -207,14 +229,21 @@ def polar_attention_fwd_kernel(
         b_sum = b_sum * decay[:, None] + partial_sums(b_p)
         b_squares = b_squares * (decay * decay)[:, None] + partial_sums(b_p * b_p)
         b_max = b_new
+        b_p = b_p.to(b_q.dtype)
+        if AHEAD:
+            # The last one is too many, which costs less than a tile outside of the loop.
+            b_k = load_rows(p_k, i_b, i_g, j + BN, S, s_kb, s_kt, s_kh, BN, D, BD, ALIGN, TMA)
+            b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
         b_v = load_rows(p_v, i_b, i_g, j, S, s_vb, s_vt, s_vh, BN, D, BD, ALIGN, TMA)
-        b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * decay[:, None], input_precision="ieee")
+        b_acc = tl.dot(b_p, b_v, b_acc * decay[:, None], input_precision="ieee")
 
     m_seen = b_last >= b_first
     b_sum = tl.where(m_seen, tl.sum(b_sum, 1), 1.0)
     log_sum = tl.log2(b_sum)
     b_l1 = tl.where(m_seen, b_max + log_sum, 0.0)
     b_log_n_eff = 2 * log_sum - tl.log2(tl.where(m_seen, tl.sum(b_squares, 1), 1.0))
+    null = tl.load(p_base + i_h).to(tl.float32)
+    null += softplus(tl.load(p_slope + i_h).to(tl.float32)) * root
     # Against the null: the real keys' share is sigmoid(l1 - a_0).
     gap = b_l1 * LN2 - temp * null
     real = tl.where(m_seen, tl.sigmoid(gap), 0.0)
@@ -222,7 +251,7 @@ def polar_attention_fwd_kernel(
     b_null = tl.load(p_null + i_h * D + o_d, m_d, 0.0).to(tl.float32)
     b_acc = b_acc * (real / b_sum)[:, None] + null_weight[:, None] * b_null[None, :]
     b_norm = tl.sqrt(tl.sum(b_acc * b_acc, 1))
-    b_acc /= tl.maximum(b_norm, MIN_NORM)[:, None]
+    b_acc *= (1 / tl.maximum(b_norm, MIN_NORM))[:, None]
     # tanh(gain ln(1 + m_eff)) with ln(1 + m_eff) = softplus(ln m_eff)
     log_m_eff = tl.where(m_seen, b_log_n_eff * LN2 - softplus(-gap), float("-inf"))
     gain = softplus(tl.load(p_magnitude_gain + i_h).to(tl.float32))
@@ -363,6 +392,9 @@ def polar_fwd(
     BM, BN, warps, stages = choose_tile("forward", query, problem.BD, problem.reach)
     (keys, values), tma = streamed([key, value], BN, problem.BD)
     strides = (*query.stride()[:3], *key.stride()[:3], *value.stride()[:3])
+    device = query.device.index if query.is_cuda else None
+    ahead = runs_ahead(device_limits(device)[0], query.element_size(), problem.BD)
+    ahead = ahead and (tma or device is None)  # without the copy engine registers do not suffice
     with torch.cuda.device_of(query):
         polar_attention_fwd_kernel[(triton.cdiv(problem.T, BM) * problem.B * problem.H,)](
             query, keys, values, null_value.contiguous(), length_gain.contiguous(),
@@ -370,7 +402,8 @@ def polar_fwd(
             problem.cu_seqlens, problem.query_start,
             direction, rest, magnitude, norm, l1, log_n_eff,
             *problem.sizes(), problem.D**-0.5, *strides, **problem.constants(*strides),
-            REST=rest.numel() > 0, TMA=tma, BM=BM, BN=BN, num_warps=warps, num_stages=stages,
+            REST=rest.numel() > 0, TMA=tma, AHEAD=ahead, BM=BM, BN=BN,
+            num_warps=warps, num_stages=stages,
         )  # fmt: skip
     return outputs
 

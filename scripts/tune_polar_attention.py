@@ -99,7 +99,7 @@ def tune(task: Task, candidates: list, capability: tuple, limit: int) -> tuple |
     best, best_ms = None, float("inf")
     progress = tqdm(candidates, desc=f"{task.kernel} {task.size}")
     for tile in progress:
-        if tiles.shared_memory(task.kernel, tile, *task.size) > limit:
+        if tiles.shared_memory(task.kernel, tile, *task.size, capability) > limit:
             continue
         tiles.set_tile(task.kernel, capability, task.size, tile)
         try:

@@ -435,6 +435,14 @@ def test_layers_are_compiled_in_place(folder):
     assert all(layer._compiled_call_impl is not None for layer in compiled.model.layers)
 
 
+def test_compiled_layers_are_not_copied_to_several_gpus(folder, monkeypatch):
+    """One process that sees two GPUs: `Trainer` would wrap the model in `DataParallel`."""
+    monkeypatch.setattr(training.TrainingArguments, "n_gpu", property(lambda self: 2))
+    training.training_arguments(run_settings(folder, "unused"))
+    with pytest.raises(ValueError, match="accelerate launch"):
+        training.training_arguments(run_settings(folder, "unused", compile_layers=True))
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [

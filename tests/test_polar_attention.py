@@ -563,13 +563,16 @@ def test_every_tile_fits_the_shared_memory_of_its_device(capability, limit, devi
         for block_dim in (16, 32, 64, 128, 256):
             for reach in (0, tiles.LONG):
                 tile = tiles.choose_tile(kernel, x, block_dim, reach)
-                assert tiles.shared_memory(kernel, tile, 2, block_dim) <= limit
+                assert tiles.shared_memory(kernel, tile, 2, block_dim, capability) <= limit
                 assert min(tile[:2]) >= 16
 
 
 def test_at_most_two_forward_tiles_for_all_lengths(device):
     for capability, tiles_of_it in (((8, 0), 1), ((9, 0), 2)):
         x = device(capability, 232448)
-        found = [tiles.choose_tile("forward", x, 128, reach) for reach in (1, 4095, 4096, 2**20)]
+        found = [
+            tiles.choose_tile("forward", x, 128, reach)
+            for reach in (1, tiles.LONG - 1, tiles.LONG, 2**20)
+        ]
         assert len(set(found)) == tiles_of_it
         assert found[0] == found[1] and found[2] == found[3]

@@ -8,6 +8,7 @@ process times the number of processes. Data come from prepare_data.py.
 """
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -59,7 +60,9 @@ def train(mode: str, processes: int, args) -> dict:
         }
         changes = [f"{name}={value}" for name, value in settings.items()] + args.set
         subprocess.run(
-            [*launch, str(SCRIPTS / "train.py"), str(args.settings), "--set", *changes], check=True
+            [*launch, str(SCRIPTS / "train.py"), str(args.settings), "--set", *changes],
+            check=True,
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(processes)))},
         )
         return json.loads((Path(output) / "result.json").read_text())
 

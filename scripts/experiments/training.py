@@ -141,6 +141,13 @@ def training_arguments(settings: RunSettings) -> TrainingArguments:
         train_sampling_strategy="sequential",  # `Rows` has its own order
         remove_unused_columns=False,
     )
+    if settings.compile_layers and arguments.n_gpu > 1:
+        # Trainer would copy the model to each GPU in every step, and the copies share their code.
+        raise ValueError(
+            f"One process sees {arguments.n_gpu} GPUs: start one for each, with `accelerate launch "
+            f"--multi_gpu --num_processes {arguments.n_gpu} scripts/train.py ...`, or show it a "
+            "single one with CUDA_VISIBLE_DEVICES=0."
+        )
     arguments.gradient_accumulation_steps = settings.accumulation_steps(arguments.world_size)
     return arguments
 
