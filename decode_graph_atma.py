@@ -5,24 +5,43 @@ One decoding step as a CUDA graph, so that generate() without arguments is not b
 
 The graph belongs to the cache whose buffers it writes, and dies with it. It is captured at the
 second step that could use it and replayed as long as nothing that it refers to has moved: the
-cache's buffers, the weights, the modules and their hooks. Whatever changes, the next step runs
-eagerly and a new graph is captured later; whatever cannot be captured runs eagerly for good:
-adapters and quantised layers (their switches would go unnoticed), hooks and offloading, and the
+cache's buffers, the weights, the modules, their hooks and the settings of adapters. Whatever
+changes, the next step runs eagerly and a new graph is captured later; whatever cannot be captured
+runs eagerly for good: hooks and offloading, adapters other than LoRA on linear layers and quantised
+layers (their switches could go unnoticed), classes derived from those of the layers, and the
 softmax cores of ablations (they gather as many keys as the host has counted).
+
+A class derived from the model's own is captured as well, unless it makes its logits otherwise. Its
+`forward`, and hooks of the whole model, run around the replayed step as around any other.
 """
+
+import copy
+from collections import OrderedDict
 
 import torch
 from torch import nn
 from transformers.utils import logging
 
-from .decode_layer_atma import plain_parameters
 from .layout_atma import TokenLayout
+from .plain_atma import PlainModules, plain_modules
 
 logger = logging.get_logger(__name__)
+
+# What a step calls of the model itself.
+_METHODS = ("logits_of", "_cap")
+_LORA = "peft.tuners.lora.layer.Linear"
+_PARTS_OF_LORA = (
+    "torch.nn.modules.container.ModuleDict",
+    "torch.nn.modules.container.ParameterDict",
+    "torch.nn.modules.dropout.Dropout",
+    "torch.nn.modules.linear.Identity",
+)
+_PLAIN_DATA = {bool, int, float, str, type(None), torch.dtype, torch.device}
 
 
 def replay_step(
     model: nn.Module,
+    base: type,
     cache,
     input_ids: torch.Tensor | None,
     attention_mask: torch.Tensor | None,
@@ -33,13 +52,14 @@ def replay_step(
     the caller has to run the call eagerly. A replayed step advances the cache as an eager one does.
 
     Args:
+        base: the class of the modelling module whose `forward` asks; the model's may be derived.
         extras: the call's remaining arguments; any that is set means more than a plain step.
     """
     if not _is_plain_step(model, cache, input_ids, attention_mask, extras):
         return None
     if cache.decode_graph is None:
         cache.decode_graph = DecodeGraph()
-    return cache.decode_graph.step(model, cache, input_ids, attention_mask)
+    return cache.decode_graph.step(model, base, cache, input_ids, attention_mask)
 
 
 def _is_plain_step(model, cache, input_ids, attention_mask, extras) -> bool:
@@ -81,6 +101,7 @@ class DecodeGraph:
     def step(
         self,
         model: nn.Module,
+        base: type,
         cache,
         input_ids: torch.Tensor,
         attention_mask: torch.Tensor | None,
@@ -91,7 +112,7 @@ class DecodeGraph:
         # May grow the cache, which moves its page table and so changes the signature.
         cache.prepare(*input_ids.shape, input_ids.device)
         if self.watch is None or self.watch.model is not model:
-            self.watch = _Watch(model)
+            self.watch = _Watch(model, base)
         weights, buffers = self.watch.addresses(input_ids.device), _buffers(model, cache)
         if weights is None or buffers is None:
             # Perhaps only for now: look at the model afresh at the next step.
@@ -151,28 +172,66 @@ class DecodeGraph:
 
 
 class _Watch:
-    """The modules of a model as they were found, to see cheaply at each step what has changed."""
+    """What a step calls of a model, as it was found, to see cheaply at each step what changed."""
 
-    def __init__(self, model: nn.Module):
-        self.model = model
-        self.modules = list(model.modules())
-        self.children = self._children()
+    def __init__(self, model: nn.Module, base: type):
+        self.model, self.base = model, base
+        plain = self._plain_modules()
+        self.modules = None if plain is None else plain.modules
+        self.settings = None if plain is None else _all_settings(plain.modules)
+        self.seen: list | None = None
 
-    def _children(self) -> list[nn.Module]:
-        return [child for module in self.modules for child in module._modules.values()]
+    def _plain_modules(self) -> PlainModules | None:
+        model, kind = self.model, type(self.model)
+        for name in _METHODS:
+            if getattr(kind, name) is not getattr(self.base, name) or name in vars(model):
+                return None
+        roots = (model.model, model.lm_head)
+        return plain_modules(roots, self.base.__module__, (_LORA, *_PARTS_OF_LORA))
 
     def addresses(self, device: torch.device) -> list[int] | None:
         """
-        The addresses of all weights, or `None` if a step through the modules cannot be captured:
-        modules were exchanged (adapters have switches of their own, which a graph would not
-        notice), hooks or offloading intervene, weights lie elsewhere or are tensor subclasses.
+        The addresses of all weights, or `None` if a step through the modules cannot be captured, or
+        not be replayed: they are not plain, modules were exchanged, adapters were switched, merged
+        or scaled, weights lie elsewhere.
         """
-        weights = plain_parameters(self.modules, type(self.model).__module__)
-        if weights is None or self._children() != self.children:
+        plain = self._plain_modules()
+        if plain is None or self.settings is None or plain.modules != self.modules:
             return None
-        if any(x.device != device for x in weights):
+        if any(vars(module) != settings for module, settings in self.settings):
             return None
-        return [x.data_ptr() for x in weights]
+        addresses = [x.data_ptr() for x in plain.parameters]
+        if [device, *addresses] != self.seen:
+            # No address belongs to two devices: what was seen on this one is still there.
+            if any(x.device != device for x in plain.parameters):
+                return None
+            self.seen = [device, *addresses]
+        return addresses
+
+
+def _all_settings(modules: list[nn.Module | None]) -> list[tuple[nn.Module, dict]] | None:
+    """
+    Adapters and dropouts with copies of their attributes, which decide what a call of them does, or
+    `None` if there are attributes that no copy can be compared with, or numbers are drawn.
+    """
+    found = []
+    for module in modules:
+        kind = type(module)
+        if kind is nn.Dropout or f"{kind.__module__}.{kind.__qualname__}" == _LORA:
+            fields = dict(vars(module))
+            children = dict(fields.pop("_modules"))
+            if kind is nn.Dropout and module.training or not _is_plain_data(fields):
+                return None
+            found.append((module, {**copy.deepcopy(fields), "_modules": children}))
+    return found
+
+
+def _is_plain_data(value) -> bool:
+    if type(value) in (dict, OrderedDict):
+        return all(map(_is_plain_data, (*value.keys(), *value.values())))
+    if type(value) in (list, tuple, set):
+        return all(map(_is_plain_data, value))
+    return type(value) in _PLAIN_DATA
 
 
 def _buffers(model: nn.Module, cache) -> list | None:

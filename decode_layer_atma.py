@@ -7,42 +7,20 @@ The order of operations is that of the layer's modules. Projections are not call
 only layers qualify whose modules are as they were made.
 """
 
-from collections.abc import Iterable
-
 import torch
 from torch import nn
 
 from .kernels.decode_convolution import gated_causal_conv1d_step
 from .kernels.decode_linear import project_step, project_sum_step
 from .kernels.gated_delta import gated_delta_step
+from .plain_atma import plain_modules
 
-_PLAIN_TYPES = (nn.Linear, nn.Embedding, nn.ModuleList)
 
-
-def plain_parameters(modules: Iterable[nn.Module], own: str) -> list[nn.Parameter] | None:
+def can_fuse(layer: nn.Module, own: str, hidden_states: torch.Tensor, layout, state) -> bool:
     """
-    The parameters of these modules, or `None` if they must not be read instead of calling the
-    modules: adapters and quantised layers have other types than those of Torch and of the modelling
-    module `own`, hooks and offloading intervene, weights are tensor subclasses.
+    Whether `fused_step` may stand for a call of the layer: one token on top of a full state, and
+    modules of the classes that the modelling module `own` defines.
     """
-    if nn.modules.module._has_any_global_hook():
-        return None
-    found = []
-    for module in modules:
-        kind, fields = type(module), module.__dict__
-        if (
-            not (kind in _PLAIN_TYPES or kind.__module__ == own)
-            or fields["_forward_hooks"]
-            or fields["_forward_pre_hooks"]
-            or "forward" in fields  # as offloading and device maps replace it
-        ):
-            return None
-        found.extend(x for x in fields["_parameters"].values() if x is not None)
-    return found if all(type(x) is nn.Parameter for x in found) else None
-
-
-def can_fuse(layer: nn.Module, hidden_states: torch.Tensor, layout, state) -> bool:
-    """Whether `fused_step` may stand for a call of the layer: one token on top of a full state."""
     if (
         state is None
         or layout.start is None
@@ -65,10 +43,10 @@ def can_fuse(layer: nn.Module, hidden_states: torch.Tensor, layout, state) -> bo
         return False
     if any(x.current is None for x in needed):
         return False
-    weights = plain_parameters(layer.modules(), type(layer).__module__)
+    plain = plain_modules((layer,), own)
     device, dtype = hidden_states.device, hidden_states.dtype
-    return weights is not None and all(
-        x.device == device and x.dtype == dtype and x.is_contiguous() for x in weights
+    return plain is not None and all(
+        x.device == device and x.dtype == dtype and x.is_contiguous() for x in plain.parameters
     )
 
 
@@ -160,4 +138,4 @@ def _project_sum(inputs, linears, residual, backend, gate=None, real=None) -> to
     return residual + total if outside else total
 
 
-__all__ = ["can_fuse", "fused_step", "plain_parameters"]
+__all__ = ["can_fuse", "fused_step"]

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from .kernels.cross_entropy import capped_cross_entropy, linear_cross_entropy
+from .plain_atma import is_plain_linear
 
 IGNORE_INDEX = -100
 # Tokens whose logits a head that has to be called as a module gives at a time.
@@ -61,7 +62,7 @@ def loss_of_hidden_states(
     targets, ignore_index, count = _targets(labels, hidden_states.device, **kwargs)
     rows = hidden_states.flatten(0, -2)
     options = {"ignore_index": ignore_index, "backend": backend}
-    if is_plain_linear(head, hidden_states):
+    if is_plain_linear(head, hidden_states.device):
         total = linear_cross_entropy(rows, head.weight, head.bias, targets, cap, **options)
     else:
         chunk_loss = partial(_loss_of_chunk, head, cap=cap, **options)
@@ -71,24 +72,6 @@ def loss_of_hidden_states(
         ):
             total = total + checkpoint(chunk_loss, chunk, chunk_targets, use_reentrant=False)
     return total / count
-
-
-def is_plain_linear(head: nn.Module, hidden_states: torch.Tensor) -> bool:
-    """Whether calling `head` does nothing but multiply by its weight and add its bias."""
-    hooks = (
-        head._forward_hooks,
-        head._forward_pre_hooks,
-        head._backward_hooks,
-        head._backward_pre_hooks,
-    )
-    return (
-        type(head) is nn.Linear
-        and not any(hooks)
-        # accelerate replaces the method of the instance.
-        and "forward" not in vars(head)
-        and type(head.weight) in (nn.Parameter, torch.Tensor)
-        and head.weight.device == hidden_states.device
-    )
 
 
 def distractor_term(mass: torch.Tensor, labels: torch.Tensor, **kwargs) -> torch.Tensor:
@@ -131,7 +114,6 @@ def _targets(
 __all__ = [
     "IGNORE_INDEX",
     "distractor_term",
-    "is_plain_linear",
     "loss_of_hidden_states",
     "loss_of_logits",
 ]

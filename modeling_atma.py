@@ -39,7 +39,7 @@ from .kernels.short_convolution import canon_convolution, gated_causal_conv1d
 from .kernels.softmax_attention import apply_rotary, softmax_attention
 from .kernels.squared_relu import squared_relu_product
 from .layout_atma import TokenLayout, build_layout, keep_positions, same_boundaries
-from .loss_atma import distractor_term, is_plain_linear, loss_of_hidden_states, loss_of_logits
+from .loss_atma import distractor_term, loss_of_hidden_states, loss_of_logits
 from .outputs_atma import (
     CACHE_NAME,
     AtmaCausalLMOutput,
@@ -48,6 +48,7 @@ from .outputs_atma import (
     kept_hidden_states,
 )
 from .parallel_atma import check_tensor_parallel, local_shard
+from .plain_atma import is_plain_linear
 from .quantization_atma import spare_from_quantisation
 from .rollback_atma import RollbackState
 from .trl_atma import with_soft_cap
@@ -537,7 +538,7 @@ class AtmaDecoderLayer(GradientCheckpointingLayer):
         layout = layout.to(hidden_states.device)
         state = None if cache is None else cache.states_for(self.layer_idx)
         if not (output_attentions or output_diagnostics) and can_fuse(
-            self, hidden_states, layout, state
+            self, __name__, hidden_states, layout, state
         ):
             return fused_step(self, hidden_states, layout, state), None, None, None
         mixed, weights, mass, diagnostics = self.input_norm(hidden_states), None, None, None
@@ -840,7 +841,7 @@ class AtmaForCausalLM(AtmaPreTrainedModel, AtmaGenerationMixin):
             "positions": isinstance(logits_to_keep, torch.Tensor),
             **{name: value for name, value in kwargs.items() if name != "return_dict"},
         }
-        logits = replay_step(self, given, input_ids, attention_mask, extras)
+        logits = replay_step(self, AtmaForCausalLM, given, input_ids, attention_mask, extras)
         if logits is not None:
             return AtmaCausalLMOutput(logits=logits, **{CACHE_NAME: given})
         by_default = isinstance(logits_to_keep, int) and logits_to_keep == 0
@@ -886,7 +887,7 @@ class AtmaForCausalLM(AtmaPreTrainedModel, AtmaGenerationMixin):
     def _cap(self, logits: torch.Tensor) -> torch.Tensor:
         """`soft_cap`, in place where neither a gradient nor a hook of the head needs the logits."""
         cap, backend = float(self.config.logit_softcap), self.config.kernel_backend
-        is_needed = torch.is_grad_enabled() or not is_plain_linear(self.lm_head, logits)
+        is_needed = torch.is_grad_enabled() or not is_plain_linear(self.lm_head, logits.device)
         if is_needed or logits.dtype not in (torch.bfloat16, torch.float16):
             return soft_cap(logits, cap, backend=backend)
         # In slices, so that a long evaluation never holds a second copy of all its logits.

@@ -13,9 +13,10 @@ from .short_convolution_triton import (
     BLOCKS_PER_PROGRAM,
     FORWARD_TILES,
     bisection,
-    convolve_block,
-    convolve_block_bwd,
+    causal_conv1d_bwd_kernel,
+    causal_conv1d_fwd_kernel,
     new_gradients,
+    split_program,
 )
 
 try:
@@ -47,19 +48,10 @@ def canon_convolution_fwd_kernel(
 ):
     """All tensors but cu_seqlens are tuples of one for each stream, contiguous. FIRST numbers the
     first block of channels of each stream, and ends with their number."""
-    num_blocks = (num_tokens + BT - 1) // BT
-    pid = tl.program_id(0).to(tl.int64)
-    i_c, i_t, row = (
-        pid % FIRST[3],
-        pid // FIRST[3] % num_blocks,
-        pid // FIRST[3] // num_blocks,
-    )
+    i_c, i_t, row = split_program(FIRST[3], (num_tokens + BT - 1) // BT)
     for s in tl.static_range(3):
         if (i_c >= FIRST[s]) & (i_c < FIRST[s + 1]):
-            convolve_block(
-                i_c - FIRST[s],
-                i_t,
-                row,
+            causal_conv1d_fwd_kernel(
                 streams[s],
                 weights[s],
                 initial_states[s],
@@ -78,6 +70,7 @@ def canon_convolution_fwd_kernel(
                 1,
                 False,
                 True,
+                (i_c - FIRST[s], i_t, row),
             )
 
 
@@ -102,18 +95,10 @@ def canon_convolution_bwd_kernel(
     BLOCKS: tl.constexpr,
 ):
     num_programs = (num_tokens + BT * BLOCKS - 1) // (BT * BLOCKS)
-    pid = tl.program_id(0).to(tl.int64)
-    i_c, i_p, row = (
-        pid % FIRST[3],
-        pid // FIRST[3] % num_programs,
-        pid // FIRST[3] // num_programs,
-    )
+    i_c, i_p, row = split_program(FIRST[3], num_programs)
     for s in tl.static_range(3):
         if (i_c >= FIRST[s]) & (i_c < FIRST[s + 1]):
-            convolve_block_bwd(
-                i_c - FIRST[s],
-                i_p,
-                row,
+            causal_conv1d_bwd_kernel(
                 streams[s],
                 weights[s],
                 initial_states[s],
@@ -139,6 +124,7 @@ def canon_convolution_bwd_kernel(
                 1,
                 False,
                 True,
+                (i_c - FIRST[s], i_p, row),
             )
 
 

@@ -25,15 +25,26 @@ _TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def _supports(x: torch.Tensor, tensors: list[torch.Tensor], biases: list[torch.Tensor | None]):
-    """One token, everything of one dtype and contiguous, and all biases or none."""
+    """One token, and everything of one dtype and contiguous."""
     given = [bias for bias in biases if bias is not None]
     return (
         project_step_op is not None
         and x.dtype in _TRITON_DTYPES
         and x.numel() == x.shape[-1]
-        and len(given) in (0, len(biases))
         and all(y.dtype == x.dtype and y.is_contiguous() for y in (*tensors, *given))
     )
+
+
+def _all_or_none(
+    weights: list[torch.Tensor], biases: list[torch.Tensor | None]
+) -> list[torch.Tensor]:
+    """The biases as the kernels take them: none, or one for each weight, zeros where none is."""
+    if all(bias is None for bias in biases):
+        return []
+    return [
+        weight.new_zeros(weight.shape[0]) if bias is None else bias
+        for weight, bias in zip(weights, biases, strict=True)
+    ]
 
 
 @torch.no_grad()
@@ -65,7 +76,7 @@ def project_step(
     norms = [] if norm_weight is None else [norm_weight]
     has_triton = _supports(x, [*weights, *norms], biases)
     if choose_backend(backend, x, "project_step", has_triton) == "triton":
-        biases = [bias for bias in biases if bias is not None]
+        biases = _all_or_none(weights, biases)
         return project_step_op(x, weights, biases, norm_weight, norm_eps, squared_relu)
     if norm_weight is not None:
         x = rms_norm(x, norm_weight, norm_eps, backend="torch")
@@ -106,7 +117,7 @@ def project_sum_step(
     gates = [] if gate is None else [gate]
     has_triton = _supports(residual, [*weights, *inputs, *gates], biases)
     if choose_backend(backend, residual, "project_sum_step", has_triton) == "triton":
-        biases = [bias for bias in biases if bias is not None]
+        biases = _all_or_none(weights, biases)
         return project_sum_step_op(inputs, weights, biases, residual, gate, real)
     if gate is not None:
         inputs = [sigmoid_gate(inputs[0], gate, backend="torch"), *inputs[1:]]

@@ -27,12 +27,15 @@ import torch
 from .gated_delta_forward_triton import (
     Layout,
     addressable,
+    chunk_layout,
+    chunk_updates,
     decay_between,
     inverse_length,
     launch_options,
     load_gates,
     load_tile,
     locate_chunk,
+    locate_scan,
     rows_of,
     store_tile,
     strides_of,
@@ -109,9 +112,7 @@ def gated_delta_start_bwd_kernel(
 
         b_m = load_tile(states + pid * D * D, D, D, i_v, BD, BV, D)
         b_v = load_tile(rows_of(v, token, i_g, v_strides), count, v_strides[0], i_v, BT, BV, D)
-        b_x = tl.dot(b_k, b_m, input_precision=PRECISION)
-        b_x = b_beta[:, None] * (b_v.to(tl.float32) - (b_start * b_k_scale)[:, None] * b_x)
-        b_u = tl.dot(b_inv, b_x.to(b_inv.dtype), input_precision=PRECISION)
+        b_u = chunk_updates(b_k, b_m, b_v, b_inv, b_beta, b_start, b_k_scale, PRECISION)
         store_tile(updates + pid * BT * D, b_u, BT, D, i_v, D)
 
 
@@ -147,16 +148,9 @@ def gated_delta_scan_bwd_kernel(
     PRECISION: tl.constexpr,
 ):
     """Stores E of every chunk in `state_gradients`, and y over P^T dr in `du`."""
-    NV: tl.constexpr = (D + BV - 1) // BV
-    pid = tl.program_id(0).to(tl.int64)
-    i_n, i_h, i_v = pid // (NV * H), (pid // NV) % H, (pid % NV) * BV
-    i_g = i_h // (H // G)
-    if IS_PACKED:
-        first = tl.load(chunk_offsets + i_n)
-        last = tl.load(chunk_offsets + i_n + 1)
-    else:
-        first = i_n * chunks_per_row
-        last = first + chunks_per_row
+    i_n, i_h, i_g, i_v, first, last = locate_scan(
+        chunk_offsets, chunks_per_row, H, G, D, BV, IS_PACKED
+    )
     o_t = tl.arange(0, BT)
 
     b_e = tl.zeros([BD, BV], dtype=tl.float32)
@@ -375,11 +369,12 @@ def gated_delta_bwd(
     value: torch.Tensor,
     read_gradient: torch.Tensor,
     final_gradient: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    lengths: torch.Tensor | None,
     inverse: torch.Tensor,
     states: torch.Tensor,
     gates: torch.Tensor,
     key_scale: torch.Tensor,
-    layout: Layout,
     needs_initial_gradient: bool,
 ) -> tuple[torch.Tensor, ...]:
     """The backward pass, from the tensors that `gated_delta_fwd` took and returned.
@@ -387,6 +382,7 @@ def gated_delta_bwd(
     Returns the gradients of query, key and value in their dtype, and in fp32 those of
     retention_logits, write_logits and the initial state [N, H, D, D] (empty if not needed).
     """
+    layout = chunk_layout(query, key, cu_seqlens, lengths)
     H, D, C = layout.num_heads, layout.head_dim, layout.chunk_size
     gradients = new_gradients(query, key, value, layout, needs_initial_gradient)
     if layout.chunk_table is not None:
@@ -402,7 +398,6 @@ def gated_delta_bwd(
     query, key, value = addressable(query), addressable(key), addressable(value)
     dr = addressable(read_gradient)
     scan, sizes = launch_options("scan_bwd", layout, query), layout.arguments(query.dtype)
-    sizes["PRECISION"] = "ieee"
     strides = {"q_strides": strides_of(query), "k_strides": strides_of(key)}
     strides["dr_strides"] = strides_of(dr)
     with torch.cuda.device_of(query):

@@ -33,13 +33,15 @@ __all__ = [
     "Layout",
     "addressable",
     "chunk_layout",
+    "chunk_updates",
+    "decay_between",
     "gated_delta_fwd",
     "inverse_length",
     "launch_options",
     "load_gates",
     "load_tile",
     "locate_chunk",
-    "decay_between",
+    "locate_scan",
     "new_buffers",
     "rows_of",
     "store_tile",
@@ -95,7 +97,7 @@ class Layout:
         return max(64 if dtype.itemsize == 2 else 16, triton.next_power_of_2(self.head_dim))
 
     def arguments(self, dtype: torch.dtype) -> dict:
-        """What `locate_chunk` and the addresses need, by the kernels' names."""
+        """What all kernels take, by their names: what places a chunk, sizes, and the precision."""
         return {
             "chunk_table": self.chunk_table,
             "lengths": self.lengths,
@@ -108,6 +110,7 @@ class Layout:
             "BT": self.chunk_size,
             "IS_PACKED": self.chunk_table is not None,
             "HAS_LENGTHS": self.lengths is not None,
+            "PRECISION": "ieee",
         }
 
 
@@ -244,6 +247,31 @@ def locate_chunk(
 
 
 @triton.jit
+def locate_scan(
+    chunk_offsets,
+    chunks_per_row,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    BV: tl.constexpr,
+    IS_PACKED: tl.constexpr,
+):
+    """What a program of a scan walks: its sequence, head, group and first column of values, and the
+    sequence's first chunk and the one after its last. All int64."""
+    NV: tl.constexpr = (D + BV - 1) // BV
+    pid = tl.program_id(0).to(tl.int64)
+    i_n, i_h, i_v = pid // (NV * H), (pid // NV) % H, (pid % NV) * BV
+    i_g = i_h // (H // G)
+    if IS_PACKED:
+        first = tl.load(chunk_offsets + i_n)
+        last = tl.load(chunk_offsets + i_n + 1)
+    else:
+        first = i_n * chunks_per_row
+        last = first + chunks_per_row
+    return i_n, i_h, i_g, i_v, first, last
+
+
+@triton.jit
 def load_tile(p, rows, stride, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr):
     """[ROWS, COLUMNS] from `column` on of the rows that begin at p, zero past `rows` and past D.
 
@@ -301,6 +329,15 @@ def decay_between(coarse, fine, mask):
     """e^(g_i - g_j) where mask [i, j], else 0. Masked before the exponential."""
     between = (coarse[:, None] - coarse[None, :]) + (fine[:, None] - fine[None, :])
     return tl.exp2(tl.where(mask, between, float("-inf")))
+
+
+@triton.jit
+def chunk_updates(b_k, b_m, b_v, b_inv, b_beta, b_start, b_scale, PRECISION: tl.constexpr):
+    """u = T (beta v - beta e^g k M), some columns of it. b_start is e^g; the keys are as long as
+    they came, which b_scale makes good; M [BD, BV] has their dtype."""
+    b_x = tl.dot(b_k, b_m, input_precision=PRECISION)
+    b_x = b_beta[:, None] * (b_v.to(tl.float32) - (b_start * b_scale)[:, None] * b_x)
+    return tl.dot(b_inv, b_x.to(b_inv.dtype), input_precision=PRECISION)
 
 
 @triton.jit
@@ -455,16 +492,9 @@ def gated_delta_scan_kernel(
     HAS_LENGTHS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    NV: tl.constexpr = (D + BV - 1) // BV
-    pid = tl.program_id(0).to(tl.int64)
-    i_n, i_h, i_v = pid // (NV * H), (pid // NV) % H, (pid % NV) * BV
-    i_g = i_h // (H // G)
-    if IS_PACKED:
-        first = tl.load(chunk_offsets + i_n)
-        last = tl.load(chunk_offsets + i_n + 1)
-    else:
-        first = i_n * chunks_per_row
-        last = first + chunks_per_row
+    i_n, i_h, i_g, i_v, first, last = locate_scan(
+        chunk_offsets, chunks_per_row, H, G, D, BV, IS_PACKED
+    )
     o_t = tl.arange(0, BT)
 
     b_m = tl.zeros([BD, BV], dtype=tl.float32)
@@ -484,9 +514,7 @@ def gated_delta_scan_kernel(
 
         b_m16 = b_m.to(k.dtype.element_ty)
         store_tile(states + i_ch * D * D, b_m16, D, D, i_v, D)
-        b_x = tl.dot(b_k, b_m16, input_precision=PRECISION)
-        b_x = b_beta[:, None] * (b_v.to(tl.float32) - (b_start * b_scale)[:, None] * b_x)
-        b_u = tl.dot(b_inv, b_x.to(b_inv.dtype), input_precision=PRECISION)
+        b_u = chunk_updates(b_k, b_m16, b_v, b_inv, b_beta, b_start, b_scale, PRECISION)
         store_tile(updates + i_ch * BT * D, b_u, BT, D, i_v, D)
         b_u = (b_u * (b_end * b_scale)[:, None]).to(b_k.dtype)
         b_m = b_m * b_total + tl.dot(tl.trans(b_k), b_u, input_precision=PRECISION)
@@ -553,20 +581,22 @@ def gated_delta_fwd(
     value: torch.Tensor,
     retention_logits: torch.Tensor,
     write_logits: torch.Tensor,
+    initial_state: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    lengths: torch.Tensor | None,
     retention_bias: float,
     write_bias: float,
     max_half_life: float | None,
-    initial_state: torch.Tensor | None,
-    layout: Layout,
     output_final_state: bool,
 ) -> tuple[torch.Tensor, ...]:
-    """The forward pass on tensors of one dtype.
+    """The forward pass on tensors of one dtype; the arguments are those of `gated_delta`.
 
     Returns the read [B, T, H, D] and the final state [N, H, D, D] in fp32, or an empty tensor; and
     what the backward pass needs: T [chunks, H, C, C] and the transposed states before every chunk
     [chunks, H, D, D] in the dtype of the inputs, the gates [chunks, H, 4, C] and the inverse
     lengths of the keys [chunks, G, C] in fp32.
     """
+    layout = chunk_layout(query, key, cu_seqlens, lengths)
     H, G, D, C = layout.num_heads, layout.num_groups, layout.head_dim, layout.chunk_size
     dtype = query.dtype
     inverse, states, gates, key_scale, final_state = new_buffers(query, layout, output_final_state)
@@ -577,7 +607,6 @@ def gated_delta_fwd(
     query, key, value = addressable(query), addressable(key), addressable(value)
     retention_logits, write_logits = addressable(retention_logits), addressable(write_logits)
     scan, sizes = launch_options("scan", layout, query), layout.arguments(dtype)
-    sizes["PRECISION"] = "ieee"
     cap = math.inf if max_half_life is None else -math.log(2.0) / max_half_life
     with torch.cuda.device_of(query):
         gated_delta_prepare_kernel[(layout.num_chunks * G,)](

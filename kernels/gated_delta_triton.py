@@ -104,68 +104,10 @@ class GatedDeltaFunction(torch.autograd.Function):
         )
 
 
-def _fwd(
-    query,
-    key,
-    value,
-    retention,
-    write,
-    initial_state,
-    cu_seqlens,
-    lengths,
-    retention_bias,
-    write_bias,
-    max_half_life,
-    output_final_state,
-):
-    return gated_delta_fwd(
-        query,
-        key,
-        value,
-        retention,
-        write,
-        retention_bias,
-        write_bias,
-        max_half_life,
-        initial_state,
-        chunk_layout(query, key, cu_seqlens, lengths),
-        output_final_state,
-    )
-
-
 def _fake_fwd(query, key, value, retention, write, initial_state, cu_seqlens, lengths, *rest):
     layout = chunk_layout(query, key, cu_seqlens, lengths)
     inverse, states, gates, key_scale, final_state = new_buffers(query, layout, rest[-1])
     return query.new_empty(query.shape), final_state, inverse, states, gates, key_scale
-
-
-def _bwd(
-    query,
-    key,
-    value,
-    read_gradient,
-    final_gradient,
-    cu_seqlens,
-    lengths,
-    inverse,
-    states,
-    gates,
-    key_scale,
-    needs_initial_gradient,
-):
-    return gated_delta_bwd(
-        query,
-        key,
-        value,
-        read_gradient,
-        final_gradient,
-        inverse,
-        states,
-        gates,
-        key_scale,
-        chunk_layout(query, key, cu_seqlens, lengths),
-        needs_initial_gradient,
-    )
 
 
 def _fake_bwd(query, key, value, read_gradient, final_gradient, cu_seqlens, lengths, *rest):
@@ -179,7 +121,7 @@ gated_delta_fwd_op = define_operator(
     "Tensor write_logits, Tensor? initial_state, Tensor? cu_seqlens, Tensor? lengths, "
     "float retention_bias, float write_bias, float? max_half_life, bool output_final_state) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _fwd,
+    gated_delta_fwd,
     _fake_fwd,
 )
 gated_delta_bwd_op = define_operator(
@@ -188,6 +130,6 @@ gated_delta_bwd_op = define_operator(
     "Tensor? final_gradient, Tensor? cu_seqlens, Tensor? lengths, Tensor inverse, Tensor states, "
     "Tensor gates, Tensor key_scale, bool needs_initial_gradient) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _bwd,
+    gated_delta_bwd,
     _fake_bwd,
 )

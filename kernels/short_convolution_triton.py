@@ -25,9 +25,10 @@ __all__ = [
     "FORWARD_TILES",
     "CausalConv1dFunction",
     "bisection",
-    "convolve_block",
-    "convolve_block_bwd",
+    "causal_conv1d_bwd_kernel",
+    "causal_conv1d_fwd_kernel",
     "new_gradients",
+    "split_program",
     "supports_convolution",
 ]
 
@@ -85,14 +86,18 @@ def _load_gated(x, row, o_t, m_t, stride_b, stride_t, o_c, m_c, C, UNIT: tl.cons
     return (b_b * b_h).to(x.dtype.element_ty), b_b, b_h
 
 
+@triton.jit
+def split_program(NC, NT):
+    """A program's block of channels (of NC), its block of tokens (of NT) and its row, int64."""
+    pid = tl.program_id(0).to(tl.int64)
+    return pid % NC, pid // NC % NT, pid // NC // NT
+
+
 _LENGTHS = ["num_tokens", "stride_b", "dy_stride_b", "num_documents", "num_steps"]
 
 
-@triton.jit
-def convolve_block(
-    i_c,
-    i_t,
-    row,
+@triton.jit(do_not_specialize=_LENGTHS)
+def causal_conv1d_fwd_kernel(
     x,
     weight,
     initial_state,
@@ -111,8 +116,13 @@ def convolve_block(
     UNIT: tl.constexpr,
     IS_GATED: tl.constexpr,
     RESIDUAL: tl.constexpr,
+    block=None,
 ):
-    """Block i_c of channels and i_t of tokens of a row, all int64."""
+    """`block` numbers the block of channels, the block of tokens and the row. A kernel of several
+    convolutions calls this one with it."""
+    if block is None:
+        block = split_program((C + BC - 1) // BC, (num_tokens + BT - 1) // BT)
+    i_c, i_t, row = block
     o_t = i_t * BT + tl.arange(0, BT)
     o_c = i_c * BC + tl.arange(0, BC)
     m_t, m_c = o_t < num_tokens, o_c < C
@@ -148,59 +158,7 @@ def convolve_block(
 
 
 @triton.jit(do_not_specialize=_LENGTHS)
-def causal_conv1d_fwd_kernel(
-    x,
-    weight,
-    initial_state,
-    cu_seqlens,
-    y,
-    conv_input,
-    num_tokens,
-    num_documents,
-    num_steps,
-    stride_b,
-    stride_t,
-    C: tl.constexpr,
-    K: tl.constexpr,
-    BT: tl.constexpr,
-    BC: tl.constexpr,
-    UNIT: tl.constexpr,
-    IS_GATED: tl.constexpr,
-    RESIDUAL: tl.constexpr,
-):
-    NC: tl.constexpr = (C + BC - 1) // BC
-    num_blocks = (num_tokens + BT - 1) // BT
-    pid = tl.program_id(0).to(tl.int64)
-    convolve_block(
-        pid % NC,
-        pid // NC % num_blocks,
-        pid // NC // num_blocks,
-        x,
-        weight,
-        initial_state,
-        cu_seqlens,
-        y,
-        conv_input,
-        num_tokens,
-        num_documents,
-        num_steps,
-        stride_b,
-        stride_t,
-        C,
-        K,
-        BT,
-        BC,
-        UNIT,
-        IS_GATED,
-        RESIDUAL,
-    )
-
-
-@triton.jit
-def convolve_block_bwd(
-    i_c,
-    i_p,
-    row,
+def causal_conv1d_bwd_kernel(
     x,
     weight,
     initial_state,
@@ -226,13 +184,15 @@ def convolve_block_bwd(
     DY_UNIT: tl.constexpr,
     IS_GATED: tl.constexpr,
     RESIDUAL: tl.constexpr,
+    block=None,
 ):
-    """The gradients of block i_c of channels, of the i_p-th BLOCKS blocks of tokens of a row.
-
-    du is the gradient of the gated convolution's input, as far as it was used elsewhere.
-    """
+    """du is the gradient of the gated convolution's input, as far as it was used elsewhere; `block`
+    is as in the forward pass, of BLOCKS blocks of tokens."""
     WIDTH: tl.constexpr = 3 * C if IS_GATED else C
     num_programs = (num_tokens + BT * BLOCKS - 1) // (BT * BLOCKS)
+    if block is None:
+        block = split_program((C + BC - 1) // BC, num_programs)
+    i_c, i_p, row = block
     o_c = i_c * BC + tl.arange(0, BC)
     m_c = o_c < C
     # Gradients of the taps of x_t, x_{t-1} and so on, summed over tokens at the end only.
@@ -336,69 +296,6 @@ def convolve_block_bwd(
         tl.store(p_taps - 2 * C, b_sum2, mask=m_c)
     if K > 3:
         tl.store(p_taps - 3 * C, b_sum3, mask=m_c)
-
-
-@triton.jit(do_not_specialize=_LENGTHS)
-def causal_conv1d_bwd_kernel(
-    x,
-    weight,
-    initial_state,
-    cu_seqlens,
-    dy,
-    du,
-    dx,
-    d_taps,
-    d_initial,
-    num_tokens,
-    num_documents,
-    num_steps,
-    stride_b,
-    stride_t,
-    dy_stride_b,
-    dy_stride_t,
-    C: tl.constexpr,
-    K: tl.constexpr,
-    BT: tl.constexpr,
-    BC: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    UNIT: tl.constexpr,
-    DY_UNIT: tl.constexpr,
-    IS_GATED: tl.constexpr,
-    RESIDUAL: tl.constexpr,
-):
-    NC: tl.constexpr = (C + BC - 1) // BC
-    num_programs = (num_tokens + BT * BLOCKS - 1) // (BT * BLOCKS)
-    pid = tl.program_id(0).to(tl.int64)
-    convolve_block_bwd(
-        pid % NC,
-        pid // NC % num_programs,
-        pid // NC // num_programs,
-        x,
-        weight,
-        initial_state,
-        cu_seqlens,
-        dy,
-        du,
-        dx,
-        d_taps,
-        d_initial,
-        num_tokens,
-        num_documents,
-        num_steps,
-        stride_b,
-        stride_t,
-        dy_stride_b,
-        dy_stride_t,
-        C,
-        K,
-        BT,
-        BC,
-        BLOCKS,
-        UNIT,
-        DY_UNIT,
-        IS_GATED,
-        RESIDUAL,
-    )
 
 
 def causal_conv1d_fwd(

@@ -318,11 +318,13 @@ def test_gated_convolution_steps_as_it_runs(T, lengths, dtype):
 def linears(widths, sizes, dtype, bias):
     weights = [random(n, k, dtype=dtype, seed=n + k) for k, n in zip(widths, sizes, strict=True)]
     biases = [random(n, dtype=dtype, seed=n) if bias else None for n in sizes]
+    if bias == "some":
+        biases[1] = None
     return weights, biases
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bias, norm", [(False, True), (True, False)])
+@pytest.mark.parametrize("bias, norm", [(False, True), (True, False), ("some", True)])
 def test_projections_of_a_token_read_as_apart(bias, norm, dtype):
     K, sizes = 40, (24, 24, 7)
     x, (weights, biases) = random(1, 1, K, dtype=dtype), linears([K] * 3, sizes, dtype, bias)
@@ -345,7 +347,9 @@ def test_projections_of_a_token_read_as_apart(bias, norm, dtype):
         assert_near(found, product, 2e-2 if dtype == torch.bfloat16 else None)
 
 
-@pytest.mark.parametrize("dtype, bias", [(torch.float32, False), (torch.bfloat16, True)])
+@pytest.mark.parametrize(
+    "dtype, bias", [(torch.float32, False), (torch.bfloat16, True), (torch.float32, "some")]
+)
 def test_projections_add_up_on_the_residual(bias, dtype):
     widths, N = (40, 3, 70), 33
     inputs = [random(1, 1, k, dtype=dtype, seed=k) for k in widths]
@@ -358,7 +362,7 @@ def test_projections_add_up_on_the_residual(bias, dtype):
             for i, (x, weight) in enumerate(zip(inputs, weights, strict=True)):
                 if gating is not None and i == 0:
                     x = x.double() * gating.double().sigmoid()
-                shift = biases[i].double() if bias else None
+                shift = None if biases[i] is None else biases[i].double()
                 if real is not False:
                     expected = expected + F.linear(x.double(), weight.double(), shift)
             for backend in ("triton", "torch"):
@@ -398,13 +402,23 @@ def test_layers_with_transposed_weights_are_called(make_model, tokens, monkeypat
         assert_near(model(ids[:, 2:], past_key_values=cache).logits, expected, 1e-4)
 
 
-@pytest.mark.parametrize("overrides", [{}, {"use_memory": False, "use_bias": False}])
-def test_a_fused_layer_steps_as_its_modules_do(make_model, tokens, monkeypatch, overrides):
+@pytest.mark.parametrize(
+    "overrides, dropped",
+    [
+        ({}, ()),
+        ({"use_memory": False, "use_bias": False}, ()),
+        ({}, ("up_proj", "k_proj", "count_proj")),
+    ],
+)
+def test_a_fused_layer_steps_as_its_modules_do(make_model, tokens, monkeypatch, overrides, dropped):
     """One token on a full cache, then a hook that the fused form would not call."""
     monkeypatch.undo()
     shape = {"layer_types": ["conv", "hybrid"], **overrides}
     plain = make_model(kernel_backend="torch", **shape).to(DEVICE)
     fused = make_model(kernel_backend="triton", **shape).to(DEVICE)
+    for name, module in (*plain.named_modules(), *fused.named_modules()):
+        if name.endswith(dropped):
+            module.bias = None
     ids = tokens(1, 8).to(DEVICE)
     if INTERPRETED:  # few programs, which run one after the other
         monkeypatch.setattr(decode_linear_triton, "_TILE", (64, 64, 1))

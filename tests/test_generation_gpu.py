@@ -11,7 +11,7 @@ import time
 
 import pytest
 import torch
-from atma import AtmaCache
+from atma import AtmaCache, AtmaForCausalLM
 from atma.outputs_atma import CACHE_NAME
 from transformers.generation import StoppingCriteria
 
@@ -233,22 +233,67 @@ def changes():
     return [in_place, replaced, moved, hooked, wrapped, switched, capped]
 
 
+def assert_notices(model, ids, changes):
+    """A captured step goes on as an uncaptured one after each of the changes."""
+    _, cache = decode(model, ids[:, :20], torch.ones_like(ids), 10)
+    for change in changes:
+        assert graph_of(cache) is not None
+        change(model)
+        expected_from = cache.fork()
+        with torch.no_grad():
+            for i in range(20, 30):
+                found = model(ids[:, i : i + 1], **{CACHE_NAME: cache}).logits
+                use_graph, model.config.decode_graph = model.config.decode_graph, False
+                expected = model(ids[:, i : i + 1], **{CACHE_NAME: expected_from}).logits
+                model.config.decode_graph = use_graph
+                assert torch.equal(found, expected)
+    return cache
+
+
 @pytest.mark.parametrize("change", changes(), ids=lambda change: change.__name__)
 def test_a_captured_step_notices_what_happens_to_the_model(make_model, draw, change):
-    model = make_model().cuda()
-    ids = draw(2, 30)
-    mask = torch.ones_like(ids)
-    _, cache = decode(model, ids[:, :20], mask, 10)
+    assert_notices(make_model().cuda(), draw(2, 30), [change])
+
+
+def test_a_captured_step_notices_what_happens_to_its_adapters(make_model, draw):
+    peft = pytest.importorskip("peft")
+    model, config = make_model().cuda(), peft.LoraConfig(target_modules="all-linear")
+    adapted = peft.get_peft_model(model, config)
+    adapted.add_adapter("other", peft.LoraConfig(target_modules="all-linear"))
+    for name, parameter in adapted.eval().named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    layers = [x for x in model.modules() if hasattr(x, "lora_A") and hasattr(x, "scaling")]
+    cache = assert_notices(
+        model,
+        draw(2, 30),
+        [
+            lambda _: adapted.set_adapter("other"),
+            lambda _: layers[0].scaling.update(other=5.0),
+            lambda _: adapted.base_model.disable_adapter_layers(),
+            lambda _: adapted.base_model.enable_adapter_layers(),
+            lambda _: adapted.merge_adapter(),
+            lambda _: adapted.unmerge_adapter(),
+            lambda _: adapted.merge_and_unload(),
+        ],
+    )
     assert graph_of(cache) is not None
-    change(model)
-    expected_from = cache.fork()
-    with torch.no_grad():
-        for i in range(20, 30):
-            found = model(ids[:, i : i + 1], **{CACHE_NAME: cache}).logits
-            use_graph, model.config.decode_graph = model.config.decode_graph, False
-            expected = model(ids[:, i : i + 1], **{CACHE_NAME: expected_from}).logits
-            model.config.decode_graph = use_graph
-            assert torch.equal(found, expected)
+
+
+class DerivedModel(AtmaForCausalLM):
+    """Its forward does something of its own around the model's."""
+
+    def forward(self, *args, **kwargs):
+        outputs = super().forward(*args, **kwargs)
+        outputs.logits = outputs.logits * self.factor
+        return outputs
+
+
+def test_a_derived_model_decodes_as_a_graph(make_model, draw):
+    model = make_model().cuda()
+    model.__class__, model.factor = DerivedModel, 2.0
+    cache = assert_notices(model, draw(2, 30), [lambda x: setattr(x, "factor", 3.0)])
+    assert graph_of(cache) is not None
 
 
 def test_a_captured_step_notices_what_happens_to_its_cache(gpu_model, draw):
@@ -302,7 +347,8 @@ def test_a_graph_dies_with_its_cache(gpu_model, draw):
 
     run()
     before = run()
-    assert [run() for _ in range(3)] == [before] * 3
+    after = [run() for _ in range(3)]
+    assert max(after) <= before, (before, after)
 
 
 @pytest.mark.parametrize("core", ["nope", "rope"])
@@ -422,14 +468,19 @@ print(hashlib.sha256(found[0].float().cpu().numpy().tobytes()).hexdigest())
 
 def test_threads_and_fresh_processes_agree_in_every_bit(tmp_path):
     """Four threads on cold kernels at once; three processes, each compiling anew."""
-    hashes = []
-    for i in range(3):
-        result = subprocess.run(
+    processes = [
+        subprocess.Popen(
             [sys.executable, "-c", FRESH],
             env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path / str(i))},
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
         )
-        assert result.returncode == 0, result.stderr[-2000:]
-        hashes.append(result.stdout.split()[-1])
-    assert len(set(hashes)) == 1
+        for i in range(3)
+    ]
+    hashes = set()
+    for process in processes:
+        output, errors = process.communicate()
+        assert process.returncode == 0, errors[-2000:]
+        hashes.add(output.split()[-1])
+    assert len(hashes) == 1

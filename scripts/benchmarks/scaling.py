@@ -14,7 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from .common import conditions, print_row
+from .common import conditions, plot_bars, print_row
 
 SCRIPTS = Path(__file__).parents[1]
 MODES = {
@@ -90,3 +90,9 @@ def run(args) -> dict:
         rows.append(row)
         print_row(**row)
     return {"conditions": conditions(), "rows": rows}
+
+
+def plot(result: dict, path) -> None:
+    rows = result["rows"]
+    labels = [f"{row['mode']}, {row['processes']} GPU(s)" for row in rows]
+    plot_bars(labels, [row["tokens_per_second"] for row in rows], "tokens per second", result, path)
