@@ -16,6 +16,7 @@ A class derived from the model's own is captured as well, unless it makes its lo
 """
 
 import copy
+import threading
 from collections import OrderedDict
 
 import torch
@@ -118,8 +119,9 @@ class DecodeGraph:
             # Perhaps only for now: look at the model afresh at the next step.
             self.watch = self.signature = self.graph = None
             return None
-        if weights + buffers != self.signature:
-            self.signature, self.graph = weights + buffers, None
+        signature = [torch.cuda.current_stream(input_ids.device).cuda_stream, *weights, *buffers]
+        if signature != self.signature:
+            self.signature, self.graph = signature, None
             return None
         if self.graph is None and not self._capture(model, cache, input_ids):
             return None
@@ -137,7 +139,7 @@ class DecodeGraph:
         self.input_ids = input_ids.clone()
         self.real = torch.ones(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
         graph = torch.cuda.CUDAGraph()
-        stream = torch.cuda.Stream(input_ids.device)
+        stream = _CAPTURE_STREAMS.get(input_ids.device)
         stream.wait_stream(torch.cuda.current_stream(input_ids.device))
         try:
             with torch.cuda.stream(stream):
@@ -169,6 +171,28 @@ class DecodeGraph:
         logits = model.logits_of(model.model.norm(hidden_states))
         cache.lengths.add_(lengths)
         return logits
+
+
+class _CaptureStreams(threading.local):
+    """
+    Where each thread captures, by the stream that it replays on.
+
+    Matrix products of one stream share a work space, which torch keeps for good: with a stream for
+    each capture every graph would leave one behind, and graphs that share one must not run at the
+    same time.
+    """
+
+    def __init__(self):
+        self.streams: dict[torch.cuda.Stream, torch.cuda.Stream] = {}
+
+    def get(self, device: torch.device) -> torch.cuda.Stream:
+        current = torch.cuda.current_stream(device)
+        if current not in self.streams:
+            self.streams[current] = torch.cuda.Stream(device)
+        return self.streams[current]
+
+
+_CAPTURE_STREAMS = _CaptureStreams()
 
 
 class _Watch:

@@ -24,8 +24,11 @@ def milliseconds(function, budget: int = 300) -> float:
     return do_bench(function, warmup=50, rep=budget, return_mode="median")
 
 
-def graph_milliseconds(function, repeats: int = 10) -> float:
-    """Device time of a short operation, from replays of a CUDA graph of `repeats` calls."""
+def graph_milliseconds(function, repeats: int = 10, budget: int = 100) -> float:
+    """
+    Device time of an operation whose launches may take longer than its kernels, from replays of a
+    CUDA graph of `repeats` calls, for `budget` milliseconds.
+    """
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         function()
@@ -33,7 +36,7 @@ def graph_milliseconds(function, repeats: int = 10) -> float:
         with torch.cuda.graph(graph, stream=stream):
             for _ in range(repeats):
                 function()
-    return milliseconds(graph.replay, budget=100) / repeats
+    return milliseconds(graph.replay, budget=budget) / repeats
 
 
 def extra_mib(function) -> float:
