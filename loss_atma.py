@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from .kernels.cross_entropy import capped_cross_entropy, linear_cross_entropy
-from .plain_atma import is_plain_linear
+from .plain_atma import is_plain_linear, is_sharded, is_sharded_linear, run_as_forward
 
 IGNORE_INDEX = -100
 # Tokens whose logits a head that has to be called as a module gives at a time.
@@ -55,21 +55,27 @@ def loss_of_hidden_states(
     """
     The same loss of hidden states `[B, T, C]`, without ever holding the logits `[B, T, V]`.
 
-    A plain linear head is one operation (`linear_cross_entropy`). Any other (adapters,
-    quantisation, offload, hooks, sharding) is called as a module, on chunks whose logits are
-    computed again in the backward pass.
+    A plain linear head is one operation (`linear_cross_entropy`), also one that FSDP2 has sharded.
+    Any other (adapters, quantisation, offload, hooks) is called as a module, on chunks whose logits
+    are computed again in the backward pass; where FSDP2 shards it, on all tokens at once.
     """
     targets, ignore_index, count = _targets(labels, hidden_states.device, **kwargs)
     rows = hidden_states.flatten(0, -2)
     options = {"ignore_index": ignore_index, "backend": backend}
+
+    def loss_of_rows(rows: torch.Tensor) -> torch.Tensor:
+        return linear_cross_entropy(rows, head.weight, head.bias, targets, cap, **options)
+
     if is_plain_linear(head, hidden_states.device):
-        total = linear_cross_entropy(rows, head.weight, head.bias, targets, cap, **options)
+        total = loss_of_rows(rows)
+    elif is_sharded_linear(head) and not torch.compiler.is_compiling():
+        total = run_as_forward(head, loss_of_rows, rows)
     else:
         chunk_loss = partial(_loss_of_chunk, head, cap=cap, **options)
+        # FSDP2 knows one call of a module in each forward and backward pass.
+        size = max(len(rows), 1) if is_sharded(head) else MODULE_CHUNK
         total = 0.0
-        for chunk, chunk_targets in zip(
-            rows.split(MODULE_CHUNK), targets.split(MODULE_CHUNK), strict=True
-        ):
+        for chunk, chunk_targets in zip(rows.split(size), targets.split(size), strict=True):
             total = total + checkpoint(chunk_loss, chunk, chunk_targets, use_reentrant=False)
     return total / count
 

@@ -9,11 +9,16 @@ ask here first. The answer holds for the moment. Asking costs less than half a m
 so it is asked at every step, and nothing is remembered that could have changed.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
 from torch import nn
+
+try:
+    from torch.distributed.fsdp import FSDPModule
+except ImportError:  # Torch was built without torch.distributed
+    FSDPModule = ()
 
 _LAYERS = (nn.Linear, nn.Embedding, nn.ModuleList)
 _TENSORS = {nn.Parameter, torch.Tensor, type(None)}
@@ -89,4 +94,48 @@ def is_plain_linear(linear: nn.Module, device: torch.device) -> bool:
     )
 
 
-__all__ = ["PlainModules", "is_plain_linear", "plain_modules"]
+def is_sharded(module: nn.Module) -> bool:
+    """Whether FSDP2 gathers parameters of the module, or of one inside, when they are called."""
+    return any(isinstance(x, FSDPModule) for x in module.modules())
+
+
+def is_sharded_linear(linear: nn.Module) -> bool:
+    """Whether `linear` would be a plain linear layer, had FSDP2 not sharded it."""
+    hooks = (*linear._forward_pre_hooks.values(), *linear._forward_hooks.values())
+    return (
+        isinstance(linear, FSDPModule)
+        and isinstance(linear, nn.Linear)
+        and type(linear).forward is nn.Linear.forward
+        and "forward" not in vars(linear)
+        and all(hook.__module__.startswith("torch.distributed.fsdp") for hook in hooks)
+        and not nn.modules.module._has_any_global_hook()
+    )
+
+
+def run_as_forward(module: nn.Module, function: Callable, x: torch.Tensor) -> torch.Tensor:
+    """
+    `function(x)` in the place of the module's forward, so that whatever gathers its parameters for
+    a call, and again for the backward pass, does so. Hooks see the result but cannot round it.
+    """
+    found = []
+
+    def forward(inner: torch.Tensor) -> torch.Tensor:
+        found.append(function(inner))
+        return found[0]
+
+    module.forward = forward
+    try:
+        module(x)
+    finally:
+        del module.forward
+    return found[0]
+
+
+__all__ = [
+    "PlainModules",
+    "is_plain_linear",
+    "is_sharded",
+    "is_sharded_linear",
+    "plain_modules",
+    "run_as_forward",
+]

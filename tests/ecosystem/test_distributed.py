@@ -21,8 +21,9 @@ from accelerate import (
 )
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
-from atma import AtmaConfig, AtmaForCausalLM
+from atma import AtmaConfig, AtmaForCausalLM, loss_atma
 from atma.modeling_atma import AtmaDecoderLayer
+from atma.plain_atma import is_sharded, is_sharded_linear
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -40,11 +41,15 @@ KINDS = [
     "fsdp1 bf16 weights",
     "accelerate's fsdp2",
     "accelerate's fsdp2 with its checkpointing",
+    "accelerate's fsdp2, fused loss, in parts",
     "fsdp2",
     "fsdp2 offload",
     "fsdp2 checkpointed",
     "fsdp2 checkpointed bf16",
+    "fsdp2, norm and head apart, fused loss, in parts",
+    "fsdp2, norm and hooked head apart, fused loss, in parts",
 ]
+HEAD_CALLS = []
 OPTIONS = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
 
 
@@ -54,11 +59,14 @@ def batches():
         yield torch.randint(1, 101, (4, 17), generator=generator)
 
 
-def shard(model, **options):
+def shard(model, apart=False, **options):
     """One unit for each decoder layer, as Transformers and accelerate wrap them."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh, **options)
+    if apart:
+        tail = [model.model.norm, model.lm_head]
+        fully_shard(tail, mesh=mesh, reshard_after_forward=False, **options)
     return fully_shard(model, mesh=mesh, **options)
 
 
@@ -85,6 +93,9 @@ def shard_by_accelerate(model, **options):
 
 
 def prepare(model, kind: str):
+    # Fewer tokens than a row has: heads that are called in parts are called more than once.
+    loss_atma.MODULE_CHUNK = 7
+    model.config.fused_linear_cross_entropy = "fused loss" in kind
     if kind == "ddp":
         return Accelerator(cpu=True).prepare(model)
     if "fsdp1" in kind:
@@ -93,7 +104,9 @@ def prepare(model, kind: str):
         return shard_by_accelerate(model, activation_checkpointing="checkpointing" in kind)
     if "checkpointed" in kind:
         model.gradient_checkpointing_enable()
-    options = {}
+    if "hooked" in kind:
+        model.lm_head.register_forward_hook(lambda *_: HEAD_CALLS.append(None))
+    options = {"apart": "apart" in kind}
     if "offload" in kind:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
     if "bf16" in kind:
@@ -101,14 +114,21 @@ def prepare(model, kind: str):
     return shard(model, **options)
 
 
-def train(model, rank: int = 0, world_size: int = 1) -> dict:
-    """Two steps of SGD on every `world_size`-th row; gradients are means over the processes."""
+def train(model, rank: int = 0, world_size: int = 1, rows: int = 4) -> dict:
+    """
+    Two steps of SGD on every `world_size`-th row, at most `rows` of them at a time; gradients are
+    means over the processes.
+    """
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
     for ids in batches():
-        ids = ids[rank::world_size]
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
+        parts, loss = ids[rank::world_size].split(rows), 0.0
+        for i, part in enumerate(parts):
+            if len(parts) > 1:
+                model.set_requires_gradient_sync(i == len(parts) - 1)
+            part_loss = model(input_ids=part, labels=part).loss / len(parts)
+            part_loss.backward()
+            loss = loss + part_loss
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach())
@@ -181,10 +201,16 @@ def main():
     """What each process runs: every kind, one after the other."""
     folder, out = sys.argv[1:]
     dist.init_process_group("gloo")
-    results = {}
+    sharded_heads: list[str] = []
+    results = {"sharded heads": sharded_heads}
     for kind in KINDS:
         model = AtmaForCausalLM.from_pretrained(folder).train()
-        results[kind] = train(prepare(model, kind), dist.get_rank(), dist.get_world_size())
+        rows = 1 if "in parts" in kind else 4
+        model = prepare(model, kind)
+        if is_sharded(model) and is_sharded_linear(model.lm_head):
+            sharded_heads.append(kind)
+        results[kind] = train(model, dist.get_rank(), dist.get_world_size(), rows)
+    results["head calls"] = len(HEAD_CALLS)
     if is_deepspeed_available():
         zero3 = train_by_zero3(folder, dist.get_rank(), dist.get_world_size())
         results |= {"zero3": zero3.pop("trained"), "zero3 parts": zero3}
@@ -214,6 +240,21 @@ def results(make_model, tmp_path_factory):
 NEEDS_DEEPSPEED = pytest.mark.skipif(
     not is_deepspeed_available(), reason="DeepSpeed is not installed"
 )
+
+
+def test_a_sharded_head_is_called_once_in_each_pass(results):
+    """Two steps of two parts each, forward and again in the backward pass: FSDP2 of torch 2.11
+    gathers the parameters for one call only."""
+    assert results["head calls"] == 8
+
+
+def test_the_fused_loss_knows_the_heads_that_it_may_read(results):
+    assert results["sharded heads"] == [
+        "accelerate's fsdp2",
+        "accelerate's fsdp2 with its checkpointing",
+        "accelerate's fsdp2, fused loss, in parts",
+        "fsdp2, norm and head apart, fused loss, in parts",
+    ]
 
 
 @pytest.mark.parametrize("kind", [*KINDS, pytest.param("zero3", marks=NEEDS_DEEPSPEED)])
