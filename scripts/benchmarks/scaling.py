@@ -35,7 +35,7 @@ def add_arguments(parser) -> None:
     parser.add_argument("--modes", nargs="+", choices=sorted(MODES), default=["ddp", "fsdp2"])
     parser.add_argument("--processes", nargs="+", type=int, default=[2])
     parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--tokens-per-step", type=int, default=131072)
+    parser.add_argument("--tokens-per-step", type=int, default=524288)
     parser.add_argument("--cpu", action="store_true", help="without GPUs (one process only)")
 
 
@@ -85,7 +85,9 @@ def run(args) -> dict:
             "efficiency_percent": round(100 * rate / alone["tokens_per_second"] / processes, 1),
             "peak_gib": result["peak_gib"],
             "last_loss": result["loss"],
-            "largest_loss_difference": round(max(abs(a - b) for (_, a), (_, b) in losses), 5),
+            "largest_relative_loss_difference": round(
+                max(abs(a - b) / b for (_, a), (_, b) in losses), 5
+            ),
         }
         rows.append(row)
         print_row(**row)
