@@ -20,6 +20,7 @@ SCRIPTS = REPOSITORY / "scripts"
 # At the end, because scripts/evaluate.py has the name of a library.
 sys.path.append(str(SCRIPTS))
 
+from benchmarks.scaling import first_gpus  # noqa: E402
 from experiments import training  # noqa: E402
 from experiments.optimizer import MuonWithAdamW, build_optimizer, parameter_groups  # noqa: E402
 from experiments.preparation import Records, Split, TextTree, prepare  # noqa: E402
@@ -433,6 +434,13 @@ def test_layers_are_compiled_in_place(folder):
     )
     assert list(compiled.state_dict()) == list(plain.state_dict())
     assert all(layer._compiled_call_impl is not None for layer in compiled.model.layers)
+
+
+def test_a_benchmark_takes_no_gpu_that_it_was_not_given(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert first_gpus(2) == "0,1"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,3,GPU-8a")
+    assert first_gpus(2) == "5,3" and first_gpus(3) == "5,3,GPU-8a"
 
 
 def test_compiled_layers_are_not_copied_to_several_gpus(folder, monkeypatch):

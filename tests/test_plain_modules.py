@@ -166,6 +166,14 @@ def test_a_model_on_two_devices_is_not_captured(model):
     assert not can_capture(model)
 
 
+def test_a_step_on_another_device_than_before_is_not_captured(model):
+    """Though no weight has moved."""
+    watch = _Watch(model, AtmaForCausalLM)
+    assert watch.addresses(CPU) is not None
+    assert watch.addresses(torch.device("meta")) is None
+    assert watch.addresses(CPU) is not None
+
+
 def test_hooks_of_the_whole_model_run_around_a_captured_step(model):
     model.register_forward_hook(nothing)
     assert can_capture(model)

@@ -567,6 +567,16 @@ def test_every_tile_fits_the_shared_memory_of_its_device(capability, limit, devi
                 assert min(tile[:2]) >= 16
 
 
+def test_the_forward_runs_ahead_on_hopper_with_room_for_the_first_keys():
+    tile, (hopper, ampere) = (64, 64, 4, 3), ((9, 0), (8, 0))
+    assert tiles.runs_ahead(hopper, 2, 128)
+    for others in ((ampere, 2, 128), ((10, 0), 2, 128), (hopper, 4, 128), (hopper, 2, 256)):
+        assert not tiles.runs_ahead(*others)
+    for kernel, more in (("forward", 64 * 128 * 2), ("query", 0), ("key", 0)):
+        needs = [tiles.shared_memory(kernel, tile, 2, 128, x) for x in (hopper, ampere)]
+        assert needs[0] - needs[1] == more
+
+
 def test_at_most_two_forward_tiles_for_all_lengths(device):
     for capability, tiles_of_it in (((8, 0), 1), ((9, 0), 2)):
         x = device(capability, 232448)

@@ -52,7 +52,9 @@ def compiled(monkeypatch, request):
 
     def compile_only(self, *args, grid, warmup, **kwargs):
         names.add(self.__name__)
-        return run(self, *args, grid=grid, warmup=True, **kwargs)
+        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+        assert kernel.metadata.shared <= SHARED_MEMORY[capability], self.__name__
+        return kernel
 
     monkeypatch.setattr(triton.runtime.driver, "_active", device)
     monkeypatch.setattr(jit.JITFunction, "run", compile_only)
@@ -66,6 +68,13 @@ def compiled(monkeypatch, request):
     )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: capability)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index=None: properties)
+    # CPU tensors have no index, by which these would choose the interpreter's tiles.
+    for module in ("polar_attention_tiles", "polar_attention_triton"):
+        monkeypatch.setattr(
+            sys.modules[f"atma.kernels.{module}"],
+            "device_limits",
+            lambda index: (capability, SHARED_MEMORY[capability]),
+        )
     forget_the_device()
     yield names
     forget_the_device()

@@ -3,8 +3,8 @@
 """Training on several GPUs: `accelerate launch scripts/train.py`, DDP and FSDP2, beside one GPU.
 
 Same weights, data and tokens per step on any number of processes, so the losses must agree; the
-table says by how much their means of ten steps differ at most. Efficiency is the tokens per second over those of one
-process times the number of processes. Data come from prepare_data.py.
+table says by how much their means of ten steps differ at most. Efficiency is the tokens per second
+over those of one process times the number of processes. Data come from prepare_data.py.
 """
 
 import json
@@ -39,6 +39,13 @@ def add_arguments(parser) -> None:
     parser.add_argument("--cpu", action="store_true", help="without GPUs (one process only)")
 
 
+def first_gpus(count: int) -> str:
+    """The first of the GPUs that this process may use."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = map(str, range(count)) if visible is None else visible.split(",")[:count]
+    return ",".join(names)
+
+
 def train(mode: str, processes: int, args) -> dict:
     """`result.json` of one run."""
     with tempfile.TemporaryDirectory() as output:
@@ -62,7 +69,7 @@ def train(mode: str, processes: int, args) -> dict:
         subprocess.run(
             [*launch, str(SCRIPTS / "train.py"), str(args.settings), "--set", *changes],
             check=True,
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(processes)))},
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": first_gpus(processes)},
         )
         return json.loads((Path(output) / "result.json").read_text())
 
