@@ -2,8 +2,8 @@
 # Licensed under the Apache License, Version 2.0; see the file LICENSE.
 """
 One model over two processes answers as one process does: tensor parallel (training too), and the
-context-parallel prefill of scripts/context_parallel.py. On two GPUs where there are two, else on the
-CPU.
+context-parallel prefill of scripts/context_parallel.py. On two GPUs where there are two, else on
+the CPU.
 """
 
 import os
