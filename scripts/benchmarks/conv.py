@@ -3,9 +3,9 @@
 """The short convolutions in training, beside torch's conv1d with the products around it.
 
 bf16; the gated convolution of a conv layer (3 taps) and the canon convolutions of an attention
-layer (4 taps; queries, keys and values with the residual). Traffic counts every input once and
-every output once, and stands beside that of a copy. The gate: outputs and gradients against the
-reference in fp64.
+layer (4 taps; queries, keys and values with the residual). The device's time, from replays of CUDA
+graphs. Traffic counts every input once and every output once, and stands beside that of a copy. The
+gate: outputs and gradients against the reference in fp64.
 """
 
 import torch
@@ -18,7 +18,16 @@ from atma.kernels.short_convolution import (
 )
 
 from .common import conditions, print_row
-from .kernels import GROUPS, HEAD_DIM, HEADS, draw, milliseconds, require, shape_of
+from .kernels import (
+    GROUPS,
+    HEAD_DIM,
+    HEADS,
+    draw,
+    graph_milliseconds,
+    milliseconds,
+    require,
+    shape_of,
+)
 
 WIDTH = HEADS * HEAD_DIM
 STREAMS = (WIDTH, GROUPS * HEAD_DIM, GROUPS * HEAD_DIM)
@@ -102,8 +111,8 @@ def run(args) -> dict:
                     return torch.autograd.grad(forward(), inputs, gradients)
 
                 with torch.no_grad():
-                    forward_ms = milliseconds(forward)
-                both_ms = milliseconds(both)
+                    forward_ms = graph_milliseconds(forward)
+                both_ms = graph_milliseconds(both)
                 size_in = sum(x.nbytes for x in inputs)
                 size_out = sum(y.nbytes for y in outputs)
                 row = {
