@@ -2,6 +2,7 @@
 # Licensed under the Apache License, Version 2.0; see the file LICENSE.
 """The loss of the language model, from logits or, chunk by chunk, from hidden states."""
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -72,12 +73,21 @@ def loss_of_hidden_states(
         total = run_as_forward(head, loss_of_rows, rows)
     else:
         chunk_loss = partial(_loss_of_chunk, head, cap=cap, **options)
-        # FSDP2 knows one call of a module in each forward and backward pass.
-        size = max(len(rows), 1) if is_sharded(head) else MODULE_CHUNK
-        total = 0.0
-        for chunk, chunk_targets in zip(rows.split(size), targets.split(size), strict=True):
-            total = total + checkpoint(chunk_loss, chunk, chunk_targets, use_reentrant=False)
+        total = sum(of_chunks(head, chunk_loss, rows, targets))
     return total / count
+
+
+def of_chunks(
+    head: nn.Module, function: Callable, rows: torch.Tensor, targets: torch.Tensor
+) -> list:
+    """
+    `[function(rows, targets)]` for chunks of rows `[N, C]` and targets `[N]`, which calls `head` as
+    a module; computed again in the backward pass, so that the logits of one chunk are the most that
+    is held. FSDP2 knows one call of a module in each pass: where it shards the head, one chunk.
+    """
+    size = max(len(rows), 1) if is_sharded(head) else MODULE_CHUNK
+    chunks = zip(rows.split(size), targets.split(size), strict=True)
+    return [checkpoint(function, *chunk, use_reentrant=False) for chunk in chunks]
 
 
 def distractor_term(mass: torch.Tensor, labels: torch.Tensor, **kwargs) -> torch.Tensor:
@@ -122,4 +132,5 @@ __all__ = [
     "distractor_term",
     "loss_of_hidden_states",
     "loss_of_logits",
+    "of_chunks",
 ]

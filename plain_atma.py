@@ -5,8 +5,9 @@ Which modules do nothing but what their classes say.
 
 A fused decoding step reads the weights of a layer's projections instead of calling them, a captured
 one does not call its modules again, and the fused loss multiplies by the head's weight: all of them
-ask here first. The answer holds for the moment. Asking costs less than half a microsecond a module,
-so it is asked at every step, and nothing is remembered that could have changed.
+ask here first. The answer holds for the moment: asking is cheap, so it is asked at every step, and
+nothing is remembered that could have changed. A head that FSDP2 has sharded, and that is nothing
+more than that, may run something else in the place of its forward.
 """
 
 from collections.abc import Callable, Iterable
@@ -108,6 +109,7 @@ def is_sharded_linear(linear: nn.Module) -> bool:
         and type(linear).forward is nn.Linear.forward
         and "forward" not in vars(linear)
         and all(hook.__module__.startswith("torch.distributed.fsdp") for hook in hooks)
+        and not (linear._backward_hooks or linear._backward_pre_hooks)
         and not nn.modules.module._has_any_global_hook()
     )
 

@@ -15,10 +15,9 @@ import types
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from .kernels.cross_entropy import soft_cap
-from .loss_atma import IGNORE_INDEX, MODULE_CHUNK, distractor_term
+from .loss_atma import IGNORE_INDEX, distractor_term, of_chunks
 
 
 def with_soft_cap(model: nn.Module, forward):
@@ -76,14 +75,8 @@ def _log_probabilities(model, args, kwargs, *, temperature, fields, in_fp32, out
     score = functools.partial(
         _score, model, fields=fields, temperature=temperature, in_fp32=in_fp32
     )
-    chunks = [
-        checkpoint(score, rows, targets, use_reentrant=False)
-        for rows, targets in zip(
-            hidden_states[mask].split(MODULE_CHUNK),
-            shift_labels[mask].split(MODULE_CHUNK),
-            strict=True,
-        )
-    ]
+    head = model.get_output_embeddings()
+    chunks = of_chunks(head, score, hidden_states[mask], shift_labels[mask])
     scores = {name: _scatter(torch.cat([chunk[name] for chunk in chunks]), mask) for name in fields}
     count = mask.sum().clamp(min=1) if given_count is None else given_count
     loss = -scores["log_probs"].sum() / count

@@ -303,3 +303,14 @@ def test_the_whole_training_step_is_one_graph_compiled_once(make_model, tokens):
         grads = {n: p.grad for n, p in compiled.named_parameters()}
         assert_same((loss, grads), run(model, ids, use_cache=False))
     assert len(graphs) == 1
+
+
+def test_a_head_that_fsdp2_shards_is_called_once(monkeypatch):
+    """It gathers weights for one call of a module in each pass; TRL's chunks are made here too."""
+    rows, targets = torch.randn(2 * CHUNK + 1, 3), torch.arange(2 * CHUNK + 1)
+    sizes = [len(rows), CHUNK, CHUNK, 1]
+    found = []
+    for sharded in (True, False):
+        monkeypatch.setattr(module, "is_sharded", lambda head, sharded=sharded: sharded)
+        found += module.of_chunks(nn.Linear(3, 5), lambda x, y: len(x) + 0 * len(y), rows, targets)
+    assert found == sizes

@@ -6,15 +6,16 @@ this is noticed: by the fused step, by the fused loss, and by the decode graph.
 """
 
 import copy
+import functools
 
 import peft
 import pytest
 import torch
-from atma import AtmaCache, AtmaForCausalLM, modeling_atma
+from atma import AtmaCache, AtmaForCausalLM, modeling_atma, plain_atma
 from atma.decode_graph_atma import _Watch
 from atma.decode_layer_atma import can_fuse
 from atma.layout_atma import TokenLayout
-from atma.plain_atma import is_plain_linear, plain_modules
+from atma.plain_atma import is_plain_linear, is_sharded_linear, plain_modules
 from torch import nn
 from torch.nn.modules import module as all_modules
 from torch.nn.utils import parametrize
@@ -317,3 +318,30 @@ def test_a_scale_that_is_a_tensor_is_not_captured(model):
     both = adapted(model)
     lora_layers(both)[0].scaling["default"] = torch.tensor(1.0)
     assert not can_capture(model)
+
+
+def gathers(module, *args):
+    """As a hook of FSDP2, by where it says that it was defined."""
+
+
+gathers.__module__ = "torch.distributed.fsdp._fully_shard._fsdp_state"
+SHARDED_CHANGES = {
+    "hook": lambda head: head.register_forward_hook(nothing),
+    "hook before": lambda head: head.register_forward_pre_hook(nothing),
+    "backward hook": lambda head: head.register_full_backward_hook(nothing),
+    "backward hook before": lambda head: head.register_full_backward_pre_hook(nothing),
+    "forward": lambda head: setattr(head, "forward", functools.partial(nn.Linear.forward, head)),
+}
+
+
+@pytest.mark.parametrize("change", SHARDED_CHANGES)
+def test_a_sharded_linear_layer_is_nothing_more_than_that(monkeypatch, change):
+    """FSDP2 gives a module a class of its own, and hooks."""
+    sharding = type("FSDPModule", (), {})
+    monkeypatch.setattr(plain_atma, "FSDPModule", sharding)
+    head = type("FSDPLinear", (sharding, nn.Linear), {})(3, 5)
+    head.register_forward_pre_hook(gathers)
+    head.register_forward_hook(gathers)
+    assert is_sharded_linear(head) and not is_sharded_linear(nn.Linear(3, 5))
+    SHARDED_CHANGES[change](head)
+    assert not is_sharded_linear(head)
