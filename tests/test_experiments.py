@@ -12,8 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from accelerate import FullyShardedDataParallelPlugin
 from atma import AtmaForCausalLM
 from safetensors.torch import load_file
+from torch.nn.parallel import DistributedDataParallel
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 SCRIPTS = REPOSITORY / "scripts"
@@ -434,6 +436,46 @@ def test_layers_are_compiled_in_place(folder):
     )
     assert list(compiled.state_dict()) == list(plain.state_dict())
     assert all(layer._compiled_call_impl is not None for layer in compiled.model.layers)
+
+
+def test_layers_stay_whole_graphs_under_ddp(folder, monkeypatch, tmp_path):
+    """Weights of a layer that fill several gradient buckets, of 1 MiB the first, are one graph."""
+    tokenizer = load_tokenizer(str(folder / "data/tokenizer"))
+    settings = run_settings(
+        folder, "unused", compile_layers=True, model={"hidden_size": 256, "num_hidden_layers": 1}
+    )
+    monkeypatch.setattr(torch._dynamo.config, "optimize_ddp", True)
+    batch = stack_rows([Rows(Shards(folder / "data", "train"), 48, 1)[0]])
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    compile_layer = torch.nn.Module.compile
+    monkeypatch.setattr(
+        torch.nn.Module, "compile", lambda self, **kw: compile_layer(self, backend=backend, **kw)
+    )
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
+    try:
+        model = DistributedDataParallel(training.build_model(settings, tokenizer))
+        model(**batch).loss.backward()
+    finally:
+        torch.distributed.destroy_process_group()
+    assert len(graphs) == 1
+
+
+def test_fsdp2_adds_up_gradients_in_fp32(folder):
+    settings = run_settings(folder, "unused")
+    trainer = training.build_trainer(settings)
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, mixed_precision_policy="bf16")
+    trainer.accelerator.state.fsdp_plugin = plugin
+    trainer._reduce_in_fp32()
+    policy = plugin.mixed_precision_policy
+    assert (policy.param_dtype, policy.reduce_dtype) == (torch.bfloat16, torch.float32)
+    assert policy.output_dtype is None
 
 
 def test_a_benchmark_takes_no_gpu_that_it_was_not_given(monkeypatch):

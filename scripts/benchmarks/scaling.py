@@ -91,13 +91,13 @@ def run(args) -> dict:
             "tokens_per_second": rate,
             "efficiency_percent": round(100 * rate / alone["tokens_per_second"] / processes, 1),
             "peak_gib": result["peak_gib"],
-            "last_loss": result["loss"],
+            "losses": result["losses"],
             "largest_relative_loss_difference": round(
                 max(abs(a - b) / b for (_, a), (_, b) in losses), 5
             ),
         }
         rows.append(row)
-        print_row(**row)
+        print_row(**{**row, "losses": " ".join(f"{loss:.4f}" for _, loss in row["losses"])})
     return {"conditions": conditions(), "rows": rows}
 
 

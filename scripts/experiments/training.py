@@ -2,6 +2,7 @@
 # Licensed under the Apache License, Version 2.0; see the file LICENSE.
 """Training by Transformers' Trainer: what it lacks for our recipe, and a run from its settings."""
 
+import dataclasses
 import json
 import sys
 import time
@@ -11,6 +12,7 @@ import torch
 from atma import AtmaConfig, AtmaForCausalLM
 from atma.modeling_atma import AtmaShortConv
 from benchmarks.training import PEAK_FLOPS, flops_per_token
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import AutoTokenizer, Trainer, TrainerCallback, TrainingArguments, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -26,8 +28,21 @@ class PretrainingTrainer(Trainer):
     def __init__(self, settings: RunSettings, **kwargs):
         self.settings = settings
         super().__init__(**kwargs)
+        self._reduce_in_fp32()
         self._flops = flops_per_token(self.model, settings.sequence_length)
         self._mark: tuple[float, int] | None = None
+
+    def _reduce_in_fp32(self) -> None:
+        """
+        Gradients are added up, and the loss is returned, in fp32, as with DDP. accelerate would
+        have FSDP2 do both in bf16.
+        """
+        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
+        policy = getattr(plugin, "mixed_precision_policy", None)
+        if isinstance(policy, MixedPrecisionPolicy):
+            plugin.mixed_precision_policy = dataclasses.replace(
+                policy, reduce_dtype=torch.float32, output_dtype=None
+            )
 
     def create_optimizer(self, model=None) -> torch.optim.Optimizer:
         if self.optimizer is None:
@@ -106,6 +121,9 @@ def build_model(settings: RunSettings, tokenizer) -> AtmaForCausalLM:
             if isinstance(module, AtmaShortConv):
                 torch.nn.init.zeros_(module.in_proj.weight)
     if settings.compile_layers:
+        # Under DDP dynamo would cut each graph at the borders of gradient buckets, so that buckets
+        # need not wait for the whole model. Layers are small enough, and faster in one piece.
+        torch._dynamo.config.optimize_ddp = False
         for layer in model.model.layers:
             layer.compile(fullgraph=True)  # in place; layers of one kind share their code
     return model.to(getattr(torch, settings.weights))
