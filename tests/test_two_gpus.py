@@ -3,6 +3,7 @@
 """What only two GPUs can show: layers on several devices, kernels launched where their tensors are,
 and training in two processes through NCCL."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from atma import AtmaForCausalLM
+from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainingArguments
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -94,17 +96,13 @@ def test_trainer_without_a_launcher_uses_both_gpus(saved, tokens, tmp_path):
     assert len(losses) == 2 and all(0 < loss < 20 for loss in losses)
 
 
-def main() -> None:
-    """What each process runs: FSDP2 in bf16, with and without checkpointing, 2 steps each."""
+def train_sharded(folder: str) -> dict:
+    """FSDP2 in bf16, with and without checkpointing, 2 steps each."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    folder, out = sys.argv[1:]
-    dist.init_process_group("nccl")
-    rank = dist.get_rank()
-    torch.cuda.set_device(rank)
     found = {}
     generator = torch.Generator().manual_seed(3)
-    ids = torch.randint(1, 101, (4, 2048), generator=generator)[rank::2].cuda()
+    ids = torch.randint(1, 101, (4, 2048), generator=generator)[dist.get_rank() :: 2].cuda()
     for checkpointed in (False, True):
         model = AtmaForCausalLM.from_pretrained(folder).cuda().train()
         if checkpointed:
@@ -127,21 +125,72 @@ def main() -> None:
         peak = torch.cuda.max_memory_allocated()
         found[checkpointed] = {"losses": losses.cpu() / 2, "peak": peak}
         del model, optimizer, loss
-    if rank == 0:
+    return found
+
+
+def sum_gradients(folder: str) -> dict:
+    """
+    DDP with compiled layers, autocast and the fused loss: the gradients of four batches, two for
+    each process, and what the second process has; and those of one process.
+    """
+    torch._dynamo.config.optimize_ddp = False  # as scripts/train.py does
+    found = {}
+    generator = torch.Generator().manual_seed(3)
+    batches = torch.randint(1, 101, (4, 2, 512), generator=generator).cuda()
+    for kind in ("alone", "ddp"):
+        model = AtmaForCausalLM.from_pretrained(folder, fused_linear_cross_entropy=True)
+        model = model.cuda().train()
+        for layer in model.model.layers:
+            layer.compile(fullgraph=True)
+        parameters, mine = dict(model.named_parameters()), batches
+        if kind == "ddp":
+            model, mine = DistributedDataParallel(model), batches[dist.get_rank() :: 2]
+        for i, ids in enumerate(mine):
+            last = i == len(mine) - 1
+            with contextlib.nullcontext() if kind == "alone" or last else model.no_sync():
+                with torch.autocast("cuda", torch.bfloat16):
+                    loss = model(input_ids=ids, labels=ids).loss / len(mine)
+                loss.backward()
+        found[kind] = {name: p.grad for name, p in parameters.items()}
+    second = {name: gradient.clone() for name, gradient in found["ddp"].items()}
+    for gradient in second.values():
+        dist.broadcast(gradient, src=1)
+    found = {**found, "ddp, second": second}
+    return {k: {name: g.cpu() for name, g in grads.items()} for k, grads in found.items()}
+
+
+def main() -> None:
+    """What each of two processes runs."""
+    run, folder, out = sys.argv[1:]
+    dist.init_process_group("nccl")
+    torch.cuda.set_device(dist.get_rank())
+    found = {"train_sharded": train_sharded, "sum_gradients": sum_gradients}[run](folder)
+    if dist.get_rank() == 0:
         torch.save(found, out)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def test_fsdp2_in_bf16_with_checkpointing_saves_memory_and_keeps_the_loss(saved, tmp_path):
-    """DIST-6."""
+def in_two_processes(run: str, folder, out) -> dict:
     subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-        + [__file__, str(saved), str(tmp_path / "out")],
+        + [__file__, run, str(folder), str(out)],
         check=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
-    found = torch.load(tmp_path / "out", weights_only=True)
+    return torch.load(out, weights_only=True)
+
+
+def test_ddp_sums_the_gradients_of_one_process(saved, tmp_path, close):
+    found = in_two_processes("sum_gradients", saved, tmp_path / "out")
+    for name, expected in found["alone"].items():
+        close(found["ddp"][name], expected, 1e-5)
+        assert torch.equal(found["ddp"][name], found["ddp, second"][name]), name
+
+
+def test_fsdp2_in_bf16_with_checkpointing_saves_memory_and_keeps_the_loss(saved, tmp_path):
+    """DIST-6."""
+    found = in_two_processes("train_sharded", saved, tmp_path / "out")
     assert torch.allclose(found[True]["losses"], found[False]["losses"], rtol=1e-3)
     assert found[True]["peak"] < 0.8 * found[False]["peak"]
 

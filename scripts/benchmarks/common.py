@@ -86,8 +86,10 @@ def print_row(**cells) -> None:
     print("  ".join(f"{name} {value}" for name, value in cells.items()), flush=True)
 
 
-def plot_bars(labels: list[str], values: list[float], unit: str, result: dict, path) -> None:
-    """One bar for each label, on a logarithmic axis, with the conditions of the run below."""
+def plot_bars(
+    labels: list[str], values: list[float], unit: str, result: dict, path, scale: str = "log"
+) -> None:
+    """One bar for each label, on a "log" or "linear" axis, with the conditions of the run below."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 1 + 0.35 * len(labels)), layout="constrained")
@@ -95,7 +97,7 @@ def plot_bars(labels: list[str], values: list[float], unit: str, result: dict, p
     colors = ["tab:orange" if "lfm2" in x or "sdpa" in x else "tab:blue" for x in labels]
     bars = axes.barh(labels[::-1], values[::-1], color=colors[::-1])
     axes.bar_label(bars, padding=3)
-    axes.set_xscale("log")
+    axes.set_xscale(scale)
     axes.margins(x=0.2)
     at = result["conditions"]
     where = f"{at['gpu']}, torch {at['torch']}, triton {at['triton']}, {at['date']}"

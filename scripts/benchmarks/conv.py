@@ -101,7 +101,9 @@ def run(args) -> dict:
         for name, (make_inputs, kernels) in OPERATIONS.items():
             inputs = make_inputs(batch, length)
             for kernel, function in kernels.items():
-                outputs = function(*inputs)
+                # Without a graph of its own, which would tie the leaves to this stream.
+                with torch.no_grad():
+                    outputs = function(*inputs)
                 gradients = [draw(*y.shape) for y in outputs]
 
                 def forward(function=function, inputs=inputs):
@@ -150,7 +152,7 @@ def plot(result: dict, path) -> None:
         axis.set_xticks([x + 0.2 for x in range(len(labels))], labels)
         axis.set_ylabel("TB/s")
         axis.set_title(title)
-    axes[1].legend(loc="center right")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center")
     where = result["conditions"]
     figure.suptitle(
         f"bf16, {WIDTH} channels; {where['gpu']}, torch {where['torch']}, "

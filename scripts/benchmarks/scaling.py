@@ -104,4 +104,5 @@ def run(args) -> dict:
 def plot(result: dict, path) -> None:
     rows = result["rows"]
     labels = [f"{row['mode']}, {row['processes']} GPU(s)" for row in rows]
-    plot_bars(labels, [row["tokens_per_second"] for row in rows], "tokens per second", result, path)
+    rates = [row["tokens_per_second"] for row in rows]
+    plot_bars(labels, rates, "tokens per second", result, path, scale="linear")
