@@ -2,6 +2,7 @@
 # Licensed under the Apache License, Version 2.0; see the file LICENSE.
 """The scripts for data and training: exact tokens, one order, one recipe, runs that go on."""
 
+import gc
 import json
 import os
 import shutil
@@ -15,6 +16,8 @@ import torch
 from accelerate import FullyShardedDataParallelPlugin
 from atma import AtmaForCausalLM
 from safetensors.torch import load_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -24,7 +27,12 @@ sys.path.append(str(SCRIPTS))
 
 from benchmarks.scaling import first_gpus  # noqa: E402
 from experiments import training  # noqa: E402
-from experiments.optimizer import MuonWithAdamW, build_optimizer, parameter_groups  # noqa: E402
+from experiments.optimizer import (  # noqa: E402
+    MuonWithAdamW,
+    build_optimizer,
+    parameter_groups,
+    step_muon,
+)
 from experiments.preparation import Records, Split, TextTree, prepare  # noqa: E402
 from experiments.rows import Rows, isolate_documents, stack_rows  # noqa: E402
 from experiments.settings import (  # noqa: E402
@@ -350,6 +358,34 @@ def test_sharded_matrices_are_orthogonalised_whole(together):
     assert sum(x.norm() ** 2 for x in off) ** 0.5 < 0.1 * sum(x.norm() ** 2 for x in moved) ** 0.5
 
 
+def test_sharded_matrices_are_stepped_as_whole_ones_and_let_go(one_process_group):
+    """As `torch.optim.Muon` does, rate by rate; gathered matrices do not wait for the collector."""
+    mesh = init_device_mesh("cpu", (1,))
+    whole = [torch.nn.Parameter(torch.randn(*size)) for size in ((6, 4), (3, 9))]
+    sharded = [torch.nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(0)])) for p in whole]
+    muon, ours = (torch.optim.Muon(p, lr=0.1, momentum=0.9) for p in (whole, sharded))
+    gc.collect()
+    gc.disable()
+    try:
+        for rate in (0.1, 0.3):
+            for p, q in zip(whole, sharded, strict=True):
+                p.grad = torch.randn_like(p)
+                q.grad = distribute_tensor(p.grad, mesh, [Shard(0)])
+            for optimizer in (muon, ours):
+                optimizer.param_groups[0]["lr"] = rate
+            muon.step()
+            with torch.no_grad():
+                step_muon(ours)
+            for p, q in zip(whole, sharded, strict=True):
+                assert torch.equal(q.full_tensor(), p)
+                momentum = ours.state[q]["momentum_buffer"]
+                assert torch.equal(momentum.full_tensor(), muon.state[p]["momentum_buffer"])
+        sizes = [tuple(x.shape) for x in gc.get_objects() if type(x) is torch.nn.Parameter]
+        assert sizes.count((6, 4)) == sizes.count((3, 9)) == 1
+    finally:
+        gc.enable()
+
+
 @pytest.fixture(scope="module")
 def together(folder) -> dict:
     """What two processes found; see `main`."""
@@ -390,7 +426,6 @@ def sharded_training(model, optimizer, rank: int = 0, world_size: int = 1) -> li
 
 def main() -> None:
     """In each of two processes: a run with DDP, and steps with FSDP2."""
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     settings, out = sys.argv[1:]
@@ -438,7 +473,15 @@ def test_layers_are_compiled_in_place(folder):
     assert all(layer._compiled_call_impl is not None for layer in compiled.model.layers)
 
 
-def test_layers_stay_whole_graphs_under_ddp(folder, monkeypatch, tmp_path):
+@pytest.fixture
+def one_process_group(tmp_path):
+    store = f"file://{tmp_path}/store"
+    torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_layers_stay_whole_graphs_under_ddp(folder, monkeypatch, one_process_group):
     """Weights of a layer that fill several gradient buckets, of 1 MiB the first, are one graph."""
     tokenizer = load_tokenizer(str(folder / "data/tokenizer"))
     settings = run_settings(
@@ -456,14 +499,8 @@ def test_layers_stay_whole_graphs_under_ddp(folder, monkeypatch, tmp_path):
     monkeypatch.setattr(
         torch.nn.Module, "compile", lambda self, **kw: compile_layer(self, backend=backend, **kw)
     )
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
-    )
-    try:
-        model = DistributedDataParallel(training.build_model(settings, tokenizer))
-        model(**batch).loss.backward()
-    finally:
-        torch.distributed.destroy_process_group()
+    model = DistributedDataParallel(training.build_model(settings, tokenizer))
+    model(**batch).loss.backward()
     assert len(graphs) == 1
 
 

@@ -48,19 +48,21 @@ def step_muon(muon: "torch.optim.Muon") -> None:
     if not any(isinstance(p, DTensor) for group in muon.param_groups for p in group["params"]):
         muon.step()
         return
+    # One for all of them: an optimizer is freed by garbage collection only, with what it holds.
+    helper = torch.optim.Muon([torch.empty(0, 0)])
     for group in muon.param_groups:
-        options = {name: group[name] for name in muon.defaults}
         for parameter in group["params"]:
             if parameter.grad is None:
                 continue
-            whole = nn.Parameter(parameter.full_tensor())
+            whole, state = nn.Parameter(parameter.full_tensor()), muon.state[parameter]
             whole.grad = parameter.grad.full_tensor()
-            helper, state = torch.optim.Muon([whole], **options), muon.state[parameter]
-            helper.state[whole] = {name: value.full_tensor() for name, value in state.items()}
+            helper.param_groups = [group | {"params": [whole]}]
+            helper.state = {whole: {name: value.full_tensor() for name, value in state.items()}}
             helper.step()
             parameter.copy_(share(whole, parameter))
             for name, value in helper.state[whole].items():
                 state[name] = share(value, parameter)
+    helper.param_groups, helper.state = [], {}
 
 
 def share(whole: torch.Tensor, like: DTensor) -> DTensor:
@@ -142,4 +144,4 @@ def build_optimizer(model: nn.Module, settings: OptimizerSettings) -> torch.opti
     return MuonWithAdamW([matrices | {"momentum": settings.momentum}], adamw, **options)
 
 
-__all__ = ["MuonWithAdamW", "build_optimizer", "parameter_groups"]
+__all__ = ["MuonWithAdamW", "build_optimizer", "parameter_groups", "step_muon"]
