@@ -9,9 +9,10 @@ An interrupted grid goes on where it stopped, cells in the middle of a run from 
 """
 
 import argparse
-import json
+import time
 
 import torch
+from experiments.files import write_json
 from experiments.grid import Scheduler, collect, read_grid
 from experiments.plots import plot_all, report
 from rich.console import Console
@@ -54,21 +55,29 @@ def main() -> None:
     devices = list(range(torch.cuda.device_count())) or [None] * arguments.cpu_processes
     console = Console()
     with Live(console=console) as live:
-        scheduler = Scheduler(
-            cells, devices, arguments.stop_after, lambda states: live.update(status(states))
-        )
+
+        def show(states: dict[str, str]) -> None:
+            live.update(status(states))
+            if not console.is_terminal:  # where nothing is seen before the end
+                print(time.strftime("%X"), states, flush=True)
+
+        scheduler = Scheduler(cells, devices, arguments.stop_after, show)
         live.update(status(scheduler.states))
         states = scheduler.run()
     results = collect(cells)
     if results:
         folder = cells[0].folder.parent
-        (folder / "results.json").write_text(json.dumps(results, indent=1))
+        write_json(folder / "results.json", results)
         (folder / "tables.md").write_text(report(results))
         plot_all(results, folder)
         console.print(f"Results, tables and plots are in {folder}")
-    failed = [name for name, state in states.items() if state.startswith("failed")]
+    failed = [cell for cell in cells if states[cell.name].startswith("failed")]
+    for cell in failed:
+        print(f"{cell.name} {states[cell.name]}")
+        for log in sorted(cell.folder.glob("*.log"), key=lambda path: path.stat().st_mtime)[-1:]:
+            print("\n".join([f"The end of {log}:", *log.read_text().splitlines()[-20:]]))
     if failed:
-        raise SystemExit(f"Failed: {', '.join(failed)}; see train.log and evaluate.log there.")
+        raise SystemExit(f"Failed: {', '.join(cell.name for cell in failed)}.")
 
 
 if __name__ == "__main__":

@@ -11,16 +11,21 @@ call does what is missing. (The measures are also there for Hugging Face's `eval
 `experiments/metrics.py`.)
 """
 
+import time
+
+STARTED = time.monotonic()  # before the imports, which take seconds
+
 import argparse
 import gc
 import json
 import os
-import time
+import sys
 from pathlib import Path
 
 import torch
 from benchmarks.common import conditions
 from experiments.evaluation import Evaluation, EvaluationSettings
+from experiments.files import write_json
 from experiments.needles import TASKS
 from experiments.shards import Shards
 from rich.console import Console
@@ -52,7 +57,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--split", "long", "split that documents and gaps come from")
     parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
     add("--lengths", defaults.lengths, "contexts; 2K and 1M are understood", type=tokens, nargs="+")
-    add("--documents", defaults.documents, "long documents for the losses", type=int)
+    add("--documents", defaults.documents, "long documents for the losses, 0 for none", type=int)
     add("--min-documents", defaults.min_documents, "of one length, or a shorter one", type=int)
     add("--scored-tokens", defaults.scored_tokens, "at the end of each document", type=int)
     add("--tasks", defaults.tasks, "of retrieval", nargs="*", choices=sorted(TASKS))
@@ -97,8 +102,8 @@ def main() -> None:
     result["conditions"] = conditions()
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
 
-    deadline = time.monotonic() + (arguments.stop_after or float("inf"))
-    console = Console()
+    deadline = STARTED + (float("inf") if arguments.stop_after is None else arguments.stop_after)
+    console = Console(width=None if sys.stdout.isatty() else 200)
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
     with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
         for limit in arguments.half_lives:
@@ -121,7 +126,7 @@ def main() -> None:
                         "seconds": seconds,
                         "rows": [{"half_life": limit, **row} for row in rows],
                     }
-                    arguments.output.write_text(json.dumps(result, indent=1))
+                    write_json(arguments.output, result)
                     for row in rows:
                         console.print(describe(row, seconds), highlight=False)
                 progress.advance(task)

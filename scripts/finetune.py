@@ -12,10 +12,10 @@ packed without padding. The same command goes on from the last checkpoint.
 
 import argparse
 import sys
-from pathlib import Path
 
 import atma  # noqa: F401, makes the model known to the Auto classes
 import torch
+from experiments.files import last_checkpoint
 from experiments.finetuning import encode_examples, load_examples, set_chat_template
 from experiments.settings import parse_override
 from transformers import (
@@ -25,7 +25,6 @@ from transformers import (
     Trainer,
     TrainingArguments,
 )
-from transformers.trainer_utils import get_last_checkpoint
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -124,10 +123,7 @@ def main() -> None:
         data_collator=DataCollatorWithFlattening(),
         processing_class=tokenizer,
     )
-    checkpoint = None
-    if Path(arguments.output).is_dir():
-        checkpoint = get_last_checkpoint(arguments.output)
-    trainer.train(resume_from_checkpoint=checkpoint)
+    trainer.train(resume_from_checkpoint=last_checkpoint(arguments.output))
     model = trainer.accelerator.unwrap_model(trainer.model)
     model.config.use_cache = True  # Trainer switches it off; the saved model wants it
     if arguments.lora_rank and arguments.merge:

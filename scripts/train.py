@@ -9,6 +9,10 @@
 The order of the data depends on the seed alone, not on the number of processes.
 """
 
+import time
+
+STARTED = time.monotonic()  # before the imports, which take seconds
+
 import argparse
 
 from experiments.settings import load_run
@@ -33,7 +37,8 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     arguments = parse_arguments()
     settings = load_run(arguments.settings, arguments.set)
-    if train(settings, arguments.stop_after) is None:
+    deadline = None if arguments.stop_after is None else STARTED + arguments.stop_after
+    if train(settings, deadline) is None:
         print(f"Stopped early; the same command goes on from the checkpoint in {settings.output}")
 
 

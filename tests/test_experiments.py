@@ -17,8 +17,10 @@ from accelerate import FullyShardedDataParallelPlugin
 from atma import AtmaForCausalLM
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
+from transformers import Trainer
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 SCRIPTS = REPOSITORY / "scripts"
@@ -27,6 +29,7 @@ sys.path.append(str(SCRIPTS))
 
 from benchmarks.scaling import first_gpus  # noqa: E402
 from experiments import training  # noqa: E402
+from experiments.files import last_checkpoint  # noqa: E402
 from experiments.optimizer import (  # noqa: E402
     MuonWithAdamW,
     build_optimizer,
@@ -328,7 +331,7 @@ def test_the_trainer_reads_the_rows_in_their_order(folder):
 def test_a_run_that_was_stopped_goes_on_bitwise(folder):
     changes = {"steps": 4, "model": {"distractor_keys": 3}, "trainer": {"save_steps": 10}}
     settings = run_settings(folder, "stopped", **changes)
-    assert training.train(settings, stop_after=0.0) is None  # after the first step
+    assert training.train(settings, deadline=0.0) is None  # after the first step
     assert (folder / "stopped" / "checkpoint-1").is_dir()
     assert not (folder / "stopped" / "result.json").exists()
     training.train(settings)
@@ -336,6 +339,15 @@ def test_a_run_that_was_stopped_goes_on_bitwise(folder):
     expected = weights(folder / "whole")
     for name, weight in weights(folder / "stopped").items():
         assert torch.equal(weight, expected[name]), name
+
+
+def test_a_checkpoint_that_was_cut_short_is_passed_over(tmp_path):
+    assert last_checkpoint(tmp_path / "nothing") is None
+    for step in (9, 10, 11):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        if step < 11:
+            (tmp_path / f"checkpoint-{step}" / "trainer_state.json").touch()
+    assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-10")
 
 
 def test_two_processes_train_as_one_and_one_goes_on_for_them(folder, straight, together):
@@ -355,33 +367,49 @@ def test_sharded_matrices_are_orthogonalised_whole(together):
     assert together["losses"] == pytest.approx(sharded_training(model, alone), rel=1e-3)
     moved = [together["weights"][name] - p for name, p in sharded_start()[1].named_parameters()]
     off = [together["weights"][name] - p for name, p in model.named_parameters()]
-    assert sum(x.norm() ** 2 for x in off) ** 0.5 < 0.1 * sum(x.norm() ** 2 for x in moved) ** 0.5
+    assert sum(x.norm() ** 2 for x in off) ** 0.5 < 0.005 * sum(x.norm() ** 2 for x in moved) ** 0.5
 
 
-def test_sharded_matrices_are_stepped_as_whole_ones_and_let_go(one_process_group):
-    """As `torch.optim.Muon` does, rate by rate; gathered matrices do not wait for the collector."""
+def test_sharded_matrices_are_stepped_as_whole_ones(together):
+    """As `torch.optim.Muon` does in one process, also beside matrices that are not sharded."""
+    muon, stepped = steps_of_muon(lambda x: x)
+    for found, expected in zip(together["stepped"], stepped, strict=True):
+        assert torch.allclose(found, expected, rtol=0, atol=1e-6)
+    for found, parameter in zip(together["momenta"], muon.param_groups[0]["params"], strict=True):
+        assert torch.equal(found, muon.state[parameter]["momentum_buffer"])
+
+
+def steps_of_muon(shard):
+    """Three steps on matrices that `shard` takes, with changing rates, and one that stays whole."""
+    generator = torch.Generator().manual_seed(7)
+    sizes = ((7, 5), (1, 6), (3, 16), (4, 4))
+    start = [torch.randn(*size, generator=generator) for size in sizes]
+    parameters = [torch.nn.Parameter(shard(x)) for x in start[:-1]]
+    parameters.append(torch.nn.Parameter(start[-1]))
+    muon = torch.optim.Muon(parameters, momentum=0.9, weight_decay=0.1)
+    for rate in (0.1, 0.3, 0.2):
+        for i, (parameter, size) in enumerate(zip(parameters, sizes, strict=True)):
+            gradient = torch.randn(*size, generator=generator)
+            parameter.grad = shard(gradient) if i < len(sizes) - 1 else gradient
+        parameters[0].grad = None if rate == 0.3 else parameters[0].grad
+        muon.param_groups[0]["lr"] = rate
+        with torch.no_grad():
+            step_muon(muon)
+    return muon, [whole(parameter) for parameter in parameters]
+
+
+def whole(x: torch.Tensor) -> torch.Tensor:
+    return (x.full_tensor() if isinstance(x, DTensor) else x).detach()
+
+
+def test_gathered_matrices_do_not_wait_for_the_collector(one_process_group):
     mesh = init_device_mesh("cpu", (1,))
-    whole = [torch.nn.Parameter(torch.randn(*size)) for size in ((6, 4), (3, 9))]
-    sharded = [torch.nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(0)])) for p in whole]
-    muon, ours = (torch.optim.Muon(p, lr=0.1, momentum=0.9) for p in (whole, sharded))
     gc.collect()
     gc.disable()
     try:
-        for rate in (0.1, 0.3):
-            for p, q in zip(whole, sharded, strict=True):
-                p.grad = torch.randn_like(p)
-                q.grad = distribute_tensor(p.grad, mesh, [Shard(0)])
-            for optimizer in (muon, ours):
-                optimizer.param_groups[0]["lr"] = rate
-            muon.step()
-            with torch.no_grad():
-                step_muon(ours)
-            for p, q in zip(whole, sharded, strict=True):
-                assert torch.equal(q.full_tensor(), p)
-                momentum = ours.state[q]["momentum_buffer"]
-                assert torch.equal(momentum.full_tensor(), muon.state[p]["momentum_buffer"])
+        steps_of_muon(lambda x: distribute_tensor(x, mesh, [Shard(0)]))
         sizes = [tuple(x.shape) for x in gc.get_objects() if type(x) is torch.nn.Parameter]
-        assert sizes.count((6, 4)) == sizes.count((3, 9)) == 1
+        assert (3, 16) not in sizes
     finally:
         gc.enable()
 
@@ -441,9 +469,12 @@ def main() -> None:
     for group, members in zip(optimizer.param_groups, order, strict=True):
         group["params"] = [sharded[name] for name in members]
     losses = sharded_training(model, optimizer, torch.distributed.get_rank(), 2)
-    found = {name: parameter.full_tensor().detach() for name, parameter in sharded.items()}
+    found = {name: whole(parameter) for name, parameter in sharded.items()}
+    muon, stepped = steps_of_muon(lambda x: distribute_tensor(x, mesh, [Shard(0)]))
+    momenta = [whole(muon.state[p]["momentum_buffer"]) for p in muon.param_groups[0]["params"]]
     if torch.distributed.get_rank() == 0:
-        torch.save({"losses": losses, "weights": found}, out)
+        results = {"losses": losses, "weights": found, "stepped": stepped, "momenta": momenta}
+        torch.save(results, out)
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
@@ -504,15 +535,22 @@ def test_layers_stay_whole_graphs_under_ddp(folder, monkeypatch, one_process_gro
     assert len(graphs) == 1
 
 
-def test_fsdp2_adds_up_gradients_in_fp32(folder):
-    settings = run_settings(folder, "unused")
-    trainer = training.build_trainer(settings)
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, mixed_precision_policy="bf16")
-    trainer.accelerator.state.fsdp_plugin = plugin
-    trainer._reduce_in_fp32()
-    policy = plugin.mixed_precision_policy
-    assert (policy.param_dtype, policy.reduce_dtype) == (torch.bfloat16, torch.float32)
-    assert policy.output_dtype is None
+@pytest.mark.parametrize("given", ["nothing", "a policy"])
+def test_fsdp2_adds_up_gradients_in_fp32(folder, given, monkeypatch):
+    """By the plugin that accelerate would make on GPUs; a policy that someone chose stays."""
+    chosen = MixedPrecisionPolicy(torch.bfloat16, torch.float16)
+    policy = "bf16" if given == "nothing" else chosen
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, mixed_precision_policy=policy)
+    create = Trainer.create_accelerator_and_postprocess
+
+    def create_with_plugin(self):
+        create(self)
+        self.accelerator.state.fsdp_plugin = plugin
+
+    monkeypatch.setattr(Trainer, "create_accelerator_and_postprocess", create_with_plugin)
+    training.build_trainer(run_settings(folder, "unused"))
+    expected = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    assert plugin.mixed_precision_policy == (expected if given == "nothing" else chosen)
 
 
 def test_a_benchmark_takes_no_gpu_that_it_was_not_given(monkeypatch):

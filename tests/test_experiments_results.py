@@ -4,6 +4,7 @@
 
 import importlib.util
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -180,6 +181,12 @@ def test_retrieval_is_what_the_model_would_say(model, tokenizer, shards, monkeyp
     assert row["generate_exact_match"] == 1.0 and row["generated"] == 2
 
 
+def test_retrieval_may_be_measured_alone(model, tokenizer, shards):
+    settings = EvaluationSettings(lengths=[64], documents=0, tasks=["passkey"], depths=[0.0, 0.5])
+    parts = list(Evaluation(model, tokenizer, shards, settings).parts())
+    assert [name for name, _ in parts] == ["retrieval", "retrieval"]
+
+
 def test_too_few_long_documents_are_refused(model, tokenizer, shards):
     settings = EvaluationSettings(lengths=[64], min_documents=3)
     with pytest.raises(ValueError, match="shorter --lengths"):
@@ -231,7 +238,7 @@ GRID = {
     "output": "unused",
     "changes": {"steps": 7},
     "evaluation": ["--lengths", "2K"],
-    "cells": {"special": {"zero_conv_in_proj": True, "evaluation": ["--depths", 0.5]}},
+    "cells": {"special": {"zero_conv_in_proj": True, "evaluation": {"deep": ["--depths", 0.5]}}},
     "factors": {
         "core": {"polar": None, "nope": {"model": {"attention_type": "nope"}}},
         "memory": {"memory": None, "bare": {"model": {"use_memory": False}}},
@@ -254,8 +261,8 @@ def test_a_grid_is_the_product_of_its_factors(cells, tmp_path):
         "hidden_size": 32, "attention_type": "nope", "use_memory": False,
     }  # fmt: skip
     assert by_name["special"].run["zero_conv_in_proj"] and by_name["special"].run["steps"] == 7
-    assert by_name["special"].evaluation == ("--depths", "0.5")
-    assert by_name["polar-bare"].evaluation == ("--lengths", "2K")
+    assert by_name["special"].evaluations == {"evaluation-deep.json": ("--depths", "0.5")}
+    assert by_name["polar-bare"].evaluations == {"evaluation.json": ("--lengths", "2K")}
     assert by_name["polar-bare"].run["output"] == str(tmp_path / "out" / "polar-bare")
     (tmp_path / "grid.yaml").write_text(json.dumps(GRID | {"changes": {"stepz": 7}}))
     with pytest.raises(ValueError, match="Cell special .* stepz"):
@@ -284,7 +291,8 @@ def test_cells_run_on_every_device_and_go_on_after_a_stop(cells, tmp_path, monke
     train += "if folder.name == 'polar-memory' and not os.path.exists(stopped):\n"
     train += "    open(stopped, 'w')\n"
     train += "    sys.exit(0)\n"
-    train += "sys.exit(1) if folder.name == 'nope-bare' else (folder / 'result.json').touch()\n"
+    train += "sys.exit(1) if folder.name == 'nope-bare' else (folder / 'model').mkdir()\n"
+    train += "(folder / 'result.json').touch()\n"
     (scripts / "train.py").write_text(train)
     (scripts / "evaluate.py").write_text(header)
     monkeypatch.setattr(grid, "SCRIPTS", scripts)
@@ -304,6 +312,16 @@ def test_cells_run_on_every_device_and_go_on_after_a_stop(cells, tmp_path, monke
     log.unlink()
     states = grid.Scheduler(cells, [0], stop_after=1e-9).run()
     assert states["nope-bare"] == "waiting" and not log.exists()
+    # Results that came without their model: trained anew, and nothing of the old model stays.
+    for name in ("result.json", "evaluation.json"):
+        (cells[-1].folder / name).write_text("old")
+    assert grid.Scheduler(cells, [0]).run()["nope-bare"] == "failed in training"
+    assert not list(cells[-1].folder.glob("*.json"))
+    # A folder that cannot be written is this cell's failure alone.
+    shutil.rmtree(cells[-1].folder)
+    cells[-1].folder.write_text("in the way")
+    states = grid.Scheduler(cells, [0]).run()
+    assert states["nope-bare"].startswith("failed: ") and states["special"] == "done"
 
 
 def fake_results() -> list[dict]:
@@ -317,10 +335,11 @@ def fake_results() -> list[dict]:
     results = []
     for i, name in enumerate(("polar-memory", "nope")):
         rows = [
-            {"half_life": limit, "measure": "document_loss", "length": n, "nats_per_token": 2.0 + i}
+            {"half_life": limit, "measure": "document_loss", "length": n,
+             "nats_per_token": 2.0 + i, "bits_per_byte": 1.25}
             for limit in ((None, 256.0) if i == 0 else (None,))
             for n in (2048, 4096)
-        ]
+        ]  # fmt: skip
         rows += [
             {"half_life": None, "measure": "induction", "length": n, "depth": depth,
              "accuracy": 0.9 - 0.5 * i, "exact_match": 0.5, "absent_accuracy": 0.1}
@@ -337,6 +356,8 @@ def test_tables_and_plots_show_every_run_and_length(tmp_path):
     assert "| run | 2K | 4K |" in text
     assert "| polar-memory, half-life 256 | 2.000 | 2.000 |" in text
     assert "| nope | 40.0% | 40.0% |" in text
+    assert "| nope | 1.250 | 1.250 |" in text and "| depth | 2K | 4K |\n" in text
+    assert "| 0.5 | 40.0% | 40.0% |" in text and "generate()" not in text
     written = {path.name for path in plot_all(fake_results(), tmp_path)}
     assert written == {path.name for path in tmp_path.glob("*.png")}
     assert {"document_loss.png", "induction.png", "induction_map.png"} <= written

@@ -151,6 +151,7 @@ def plot(result: dict, path) -> None:
         axis.axhline(result["copy_tb_per_second"], color="gray", linestyle="--", label="copy")
         axis.set_xticks([x + 0.2 for x in range(len(labels))], labels)
         axis.set_ylabel("TB/s")
+        axis.set_ylim(0, 1.15 * result["copy_tb_per_second"])
         axis.set_title(title)
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center")
     where = result["conditions"]

@@ -3,7 +3,8 @@
 """Training on several GPUs: `accelerate launch scripts/train.py`, DDP and FSDP2, beside one GPU.
 
 Same weights, data and tokens per step on any number of processes, so the losses must agree; the
-table says by how much their means of ten steps differ at most. Efficiency is the tokens per second
+table says by how much their means of ten steps (the first: of step 1 alone, then of 2 to 10) differ
+at most, relative to one process. Efficiency is the tokens per second
 over those of one process times the number of processes. Data come from prepare_data.py.
 """
 
@@ -103,6 +104,8 @@ def run(args) -> dict:
 
 def plot(result: dict, path) -> None:
     rows = result["rows"]
-    labels = [f"{row['mode']}, {row['processes']} GPU(s)" for row in rows]
+    labels = [
+        f"{row['mode']}, {row['processes']} GPU" + "s" * (row["processes"] > 1) for row in rows
+    ]
     rates = [row["tokens_per_second"] for row in rows]
     plot_bars(labels, rates, "tokens per second", result, path, scale="linear")

@@ -21,7 +21,7 @@ class EvaluationSettings:
     Attributes:
         lengths: context lengths in tokens, ascending.
         documents: number of held-out documents; those of at least `lengths[-1]` tokens, or of the
-            longest length that `min_documents` reach.
+            longest length that `min_documents` reach. With 0 no losses are measured.
         scored_tokens: at the end of each document, read after contexts of each length.
         tasks: of `needles.TASKS`.
         depths: where needles stand; 0 is the start.
@@ -62,9 +62,10 @@ class Evaluation:
 
     def parts(self) -> Iterator[tuple[str, dict]]:
         """(name of the method, its arguments) of all that is to be measured."""
-        yield "document_losses", {}
-        for length in self.settings.lengths:
-            yield "context_loss", {"length": length}
+        if self.settings.documents:
+            yield "document_losses", {}
+            for length in self.settings.lengths:
+                yield "context_loss", {"length": length}
         for task in self.settings.tasks:
             for length in self.settings.lengths:
                 for depth in self.settings.depths:

@@ -27,22 +27,23 @@ SCRIPTS = Path(__file__).resolve().parent.parent
 @dataclass(frozen=True)
 class Cell:
     """
-    One run of the grid: `run` is what its YAML file says, `evaluation` are further arguments of
-    `evaluate.py`.
+    One run of the grid: `run` is what its YAML file says, `evaluations` are further arguments of
+    `evaluate.py`, by the file that it writes.
     """
 
     name: str
     folder: Path
     run: dict
-    evaluation: tuple[str, ...] = ()
+    evaluations: dict[str, tuple[str, ...]]
 
     @property
-    def trained(self) -> Path:
+    def result(self) -> Path:
         return self.folder / "result.json"
 
     @property
-    def measured(self) -> Path:
-        return self.folder / "evaluation.json"
+    def is_trained(self) -> bool:
+        """Results alone, of a run whose model was left elsewhere, cannot be measured."""
+        return self.result.exists() and (self.folder / "model").exists()
 
     @property
     def done(self) -> Path:
@@ -57,7 +58,8 @@ def read_grid(path: str | Path, data: str | None = None, output: str | None = No
         base: small.yaml              # a run; the path is relative to this file
         output: runs/ablation         # each cell gets a folder there
         changes: {steps: 572}         # for every cell
-        evaluation: [--lengths, 2K]   # further arguments of evaluate.py, for every cell
+        evaluation: [--lengths, 2K]   # further arguments of evaluate.py, for every cell; or
+                                      # {name: arguments}, one call for each
         cells:                        # name: changes to the run; `evaluation` replaces the above
           polar: {model: {use_memory: false}}
         factors:                      # or, beside them, every combination of these
@@ -85,13 +87,19 @@ def read_grid(path: str | Path, data: str | None = None, output: str | None = No
     for name, changes in variations.items():
         changes = dict(changes or {})
         evaluation = changes.pop("evaluation", grid.get("evaluation", []))
+        if isinstance(evaluation, list):
+            evaluation = {"": evaluation}
+        evaluations = {
+            f"evaluation{'-' * bool(key)}{key}.json": tuple(map(str, arguments))
+            for key, arguments in evaluation.items()
+        }
         folder = Path(output or grid["output"]) / name
         run = merge(base, changes) | {"output": str(folder)}
         try:
             build(RunSettings, run)
         except ValueError as error:
             raise ValueError(f"Cell {name} of {path}: {error}") from error
-        cells.append(Cell(name, folder, run, tuple(map(str, evaluation))))
+        cells.append(Cell(name, folder, run, evaluations))
     return cells
 
 
@@ -146,26 +154,32 @@ class Scheduler:
                 if not self._waiting:
                     return
                 cell = self._waiting.pop(0)
-            self._report(cell, self._run(cell, device))
+            try:
+                state = self._run(cell, device)
+            except OSError as error:  # of this cell's files: the others go on
+                state = f"failed: {error}"
+            self._report(cell, state)
 
     def _run(self, cell: Cell, device: int | None) -> str:
         cell.folder.mkdir(parents=True, exist_ok=True)
         settings = cell.folder / "run.yaml"
         settings.write_text(yaml.safe_dump(cell.run, sort_keys=False))
-        if not cell.trained.exists():
+        if not cell.is_trained:
+            for name in (cell.result.name, *cell.evaluations):  # of another model
+                (cell.folder / name).unlink(missing_ok=True)
             self._report(cell, "training")
             if self._call(cell, device, "train", [str(settings)]):
                 return "failed in training"
-        if not cell.trained.exists():
+        if not cell.is_trained:
             return "stopped in training"
         self._report(cell, "evaluation")
-        arguments = [str(cell.folder / "model"), "--data", cell.run["data"]]
-        arguments += ["--output", str(cell.measured), *cell.evaluation]
-        if time.monotonic() > self.deadline:
-            return "stopped before evaluation"
-        code = self._call(cell, device, "evaluate", arguments)
-        if code:
-            return "stopped in evaluation" if code == os.EX_TEMPFAIL else "failed in evaluation"
+        for name, further in cell.evaluations.items():
+            if time.monotonic() > self.deadline:
+                return "stopped before evaluation"
+            arguments = [str(cell.folder / "model"), "--data", cell.run["data"]]
+            arguments += ["--output", str(cell.folder / name), *further]
+            if code := self._call(cell, device, "evaluate", arguments):
+                return "stopped in evaluation" if code == os.EX_TEMPFAIL else "failed in evaluation"
         cell.done.touch()
         return "done"
 
@@ -195,19 +209,22 @@ def collect(cells: Sequence[Cell]) -> list[dict]:
     """
     results = []
     for cell in cells:
-        if not cell.trained.exists():
+        if not cell.result.exists():
             continue
-        parts, conditions = {}, None
-        if cell.measured.exists():
-            measured = json.loads(cell.measured.read_text())
-            parts, conditions = measured["parts"], measured["conditions"]
+        files = [cell.folder / name for name in cell.evaluations]
+        measured = [json.loads(path.read_text()) for path in files if path.exists()]
         results.append(
             {
                 "name": cell.name,
                 "run": {k: v for k, v in cell.run.items() if k not in ("data", "output")},
-                "training": json.loads(cell.trained.read_text()),
-                "conditions": conditions,
-                "rows": [row for part in parts.values() for row in part["rows"]],
+                "training": json.loads(cell.result.read_text()),
+                "conditions": [each["conditions"] for each in measured],
+                "rows": [
+                    row
+                    for each in measured
+                    for part in each["parts"].values()
+                    for row in part["rows"]
+                ],
             }
         )
     return results

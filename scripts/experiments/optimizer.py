@@ -2,6 +2,8 @@
 # Licensed under the Apache License, Version 2.0; see the file LICENSE.
 """The paper's optimizer: Muon for the matrices, AdamW for all else, as one optimizer."""
 
+from collections import defaultdict
+
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
@@ -40,36 +42,46 @@ def parameter_groups(model: nn.Module) -> dict[str, list[nn.Parameter]]:
 
 def step_muon(muon: "torch.optim.Muon") -> None:
     """
-    A step of Muon. Where FSDP2 sharded the matrices (DTensors), one after another: each process
-    gathers the weight, its gradient and its momentum, and keeps its share of what comes out.
+    A step of Muon. Where FSDP2 or tensor parallelism sharded the matrices (DTensors), each process
+    keeps its share of weight and momentum, and orthogonalises the whole update.
 
     Muon on the DTensors themselves would send each of its fifteen products between the processes.
     """
-    if not any(isinstance(p, DTensor) for group in muon.param_groups for p in group["params"]):
-        muon.step()
-        return
-    # One for all of them: an optimizer is freed by garbage collection only, with what it holds.
-    helper = torch.optim.Muon([torch.empty(0, 0)])
-    for group in muon.param_groups:
+    # One for all of them: what an optimizer is made with stays until garbage is collected.
+    helper, groups = torch.optim.Muon([torch.empty(0, 0)]), muon.param_groups
+    for group in groups:
         for parameter in group["params"]:
-            if parameter.grad is None:
-                continue
-            whole, state = nn.Parameter(parameter.full_tensor()), muon.state[parameter]
-            whole.grad = parameter.grad.full_tensor()
-            helper.param_groups = [group | {"params": [whole]}]
-            helper.state = {whole: {name: value.full_tensor() for name, value in state.items()}}
-            helper.step()
-            parameter.copy_(share(whole, parameter))
-            for name, value in helper.state[whole].items():
-                state[name] = share(value, parameter)
-    helper.param_groups, helper.state = [], {}
+            if isinstance(parameter, DTensor) and parameter.grad is not None:
+                step_sharded(parameter, muon.state[parameter], group, helper)
+    muon.param_groups = [
+        group | {"params": [p for p in group["params"] if not isinstance(p, DTensor)]}
+        for group in groups
+    ]
+    muon.step()
+    muon.param_groups = groups
 
 
-def share(whole: torch.Tensor, like: DTensor) -> DTensor:
-    """A copy of what each process keeps of a tensor that all have, sharded as `like`."""
-    mesh = like.device_mesh
-    everywhere = DTensor.from_local(whole.detach(), mesh, [Replicate()] * mesh.ndim)
-    return everywhere.redistribute(placements=like.placements).clone()
+def step_sharded(parameter: DTensor, state: dict, group: dict, helper: "torch.optim.Muon") -> None:
+    """A step of Muon for one matrix, with its state and group; `helper` orthogonalises."""
+    mesh, placements, weight = parameter.device_mesh, parameter.placements, parameter.to_local()
+    gradient = parameter.grad.redistribute(placements=placements)
+    if not state:
+        state["momentum_buffer"] = torch.zeros_like(gradient)
+    gradient, momentum = gradient.to_local(), state["momentum_buffer"].to_local()
+    momentum.lerp_(gradient, 1 - group["momentum"])
+    update = gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
+    # Muon computes in bf16. `from_local` moves what was offloaded to the device of the mesh.
+    update = DTensor.from_local(
+        update.bfloat16(), mesh, placements, shape=parameter.shape, stride=parameter.stride()
+    ).full_tensor()
+    whole = nn.Parameter(torch.zeros_like(update, dtype=parameter.dtype))
+    whole.grad = update.to(parameter.dtype)
+    alone = {"params": [whole], "momentum": 0.0, "nesterov": False, "weight_decay": 0.0}
+    helper.param_groups, helper.state = [group | alone], defaultdict(dict)
+    helper.step()
+    change = DTensor.from_local(whole.detach(), mesh, [Replicate()] * mesh.ndim)
+    change = change.redistribute(placements=placements).to_local()
+    weight.mul_(1 - group["lr"] * group["weight_decay"]).add_(change.to(weight.device))
 
 
 class MuonWithAdamW(torch.optim.Optimizer):

@@ -129,17 +129,18 @@ def plot_heat_map(results: list[dict], measure: str, path: Path, title: str) -> 
     plt.close(figure)
 
 
+def by_depth(result: dict, measure: str) -> list[tuple[float, list[dict]]]:
+    """(depth, rows of that depth as if they were of depth 0) of one result."""
+    depths = sorted({row["depth"] for row in select(result, measure)})
+    return [(d, [row | {"depth": 0.0} for row in select(result, measure, d)]) for d in depths]
+
+
 def plot_depths(result: dict, measure: str, path: Path, title: str) -> None:
     """Accuracy of one result: one row for each depth, one column for each length."""
-    depths = sorted({row["depth"] for row in result["rows"] if row["measure"] == measure})
-    by_depth = [
-        {
-            "name": f"depth {depth:g}",
-            "rows": [row | {"depth": 0.0} for row in select(result, measure, depth)],
-        }
-        for depth in depths
+    named = [
+        {"name": f"depth {depth:g}", "rows": rows} for depth, rows in by_depth(result, measure)
     ]
-    plot_heat_map(by_depth, measure, path, title)
+    plot_heat_map(named, measure, path, title)
 
 
 def plot_all(results: list[dict], folder: Path) -> list[Path]:
@@ -203,6 +204,12 @@ def length_table(results: list[dict], measure: str, key: str, form: str) -> str:
     return table(["run", *(length_name(n) for n in lengths)], rows)
 
 
+def depth_table(result: dict, measure: str) -> str:
+    """Markdown: accuracy of one run, a row for each depth, a column for each length."""
+    named = [{"name": f"{depth:g}", "rows": rows} for depth, rows in by_depth(result, measure)]
+    return length_table(named, measure, "accuracy", ".1%").replace("run", "depth", 1)
+
+
 def report(results: list[dict]) -> str:
     """All tables, in Markdown."""
     measures = {row["measure"] for result in results for row in result["rows"]}
@@ -211,16 +218,24 @@ def report(results: list[dict]) -> str:
         trained = [result for result in results if "training" in result]
         sections.append("Training\n\n" + training_table(trained))
     for measure in sorted(measures & set(LOSSES)):
-        title = f"Loss, {LOSSES[measure]} (nats per token)"
-        sections.append(f"{title}\n\n" + length_table(results, measure, "nats_per_token", ".3f"))
+        for key, unit in (("nats_per_token", "nats per token"), ("bits_per_byte", "bits per byte")):
+            title = f"Loss, {LOSSES[measure]} ({unit})"
+            if measure == "document_loss" or key == "nats_per_token":
+                sections.append(f"{title}\n\n" + length_table(results, measure, key, ".3f"))
     for measure in sorted(measures - set(LOSSES)):
         for key, what in (
             ("accuracy", "answer tokens that are right"),
             ("exact_match", "answers that are right"),
             ("absent_accuracy", "answer tokens that are right without a needle"),
+            ("generate_exact_match", "answers that generate() gives"),
         ):
-            title = f"Retrieval, {measure}: {what}"
-            sections.append(f"{title}\n\n" + length_table(results, measure, key, ".1%"))
+            if any(key in row for result in results for row in select(result, measure)):
+                title = f"Retrieval, {measure}: {what}"
+                sections.append(f"{title}\n\n" + length_table(results, measure, key, ".1%"))
+        for result in results:
+            if len({row["depth"] for row in select(result, measure)}) > 1:
+                title = f"Retrieval, {measure}, {result['name']}: answer tokens by needle's depth"
+                sections.append(f"{title}\n\n" + depth_table(result, measure))
     return "\n\n".join(sections) + "\n"
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
+from .files import write_json
 from .shards import SPLITS, token_dtype, write_shard
 
 TEXT_PATTERNS = ("*.py", "*.pyi", "*.md", "*.rst", "*.txt", "*.c", "*.cc", "*.cpp", "*.h", "*.hpp")
@@ -282,7 +283,7 @@ def prepare(
         "skipped_documents": totals["skipped"],
         "settings": settings,
     }
-    (folder / "meta.json").write_text(json.dumps(meta, indent=1))
+    write_json(folder / "meta.json", meta)
     return meta
 
 
@@ -290,7 +291,7 @@ def check_settings(folder: Path, settings: dict) -> None:
     """Remembers the settings of a folder, and refuses to go on with others."""
     path = folder / "settings.json"
     if not path.exists():
-        path.write_text(json.dumps(settings, indent=1))
+        write_json(path, settings)
     before = json.loads(path.read_text())
     now = json.loads(json.dumps(settings))
     changed = sorted(name for name in before | now if before.get(name) != now.get(name))

@@ -2,8 +2,6 @@
 # Licensed under the Apache License, Version 2.0; see the file LICENSE.
 """Training by Transformers' Trainer: what it lacks for our recipe, and a run from its settings."""
 
-import dataclasses
-import json
 import sys
 import time
 from pathlib import Path
@@ -14,8 +12,8 @@ from atma.modeling_atma import AtmaShortConv
 from benchmarks.training import PEAK_FLOPS, flops_per_token
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import AutoTokenizer, Trainer, TrainerCallback, TrainingArguments, set_seed
-from transformers.trainer_utils import get_last_checkpoint
 
+from .files import last_checkpoint, write_json
 from .optimizer import build_optimizer
 from .rows import Rows, isolate_documents, stack_rows
 from .settings import RunSettings
@@ -28,21 +26,21 @@ class PretrainingTrainer(Trainer):
     def __init__(self, settings: RunSettings, **kwargs):
         self.settings = settings
         super().__init__(**kwargs)
-        self._reduce_in_fp32()
         self._flops = flops_per_token(self.model, settings.sequence_length)
         self._mark: tuple[float, int] | None = None
 
-    def _reduce_in_fp32(self) -> None:
+    def create_accelerator_and_postprocess(self) -> None:
         """
-        Gradients are added up, and the loss is returned, in fp32, as with DDP. accelerate would
-        have FSDP2 do both in bf16.
+        Under FSDP2 gradients are added up, and the loss is returned, in fp32, as with DDP: not in
+        the 16 bits that accelerate fills in for whoever chose no policy.
         """
+        super().create_accelerator_and_postprocess()
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
         policy = getattr(plugin, "mixed_precision_policy", None)
         if isinstance(policy, MixedPrecisionPolicy):
-            plugin.mixed_precision_policy = dataclasses.replace(
-                policy, reduce_dtype=torch.float32, output_dtype=None
-            )
+            dtype = policy.param_dtype
+            if policy == MixedPrecisionPolicy(dtype, dtype, dtype):
+                plugin.mixed_precision_policy = MixedPrecisionPolicy(dtype, torch.float32)
 
     def create_optimizer(self, model=None) -> torch.optim.Optimizer:
         if self.optimizer is None:
@@ -81,10 +79,10 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 class StopAfter(TrainerCallback):
-    """Saves a checkpoint and stops once `seconds` have gone by, on all processes in one step."""
+    """Saves a checkpoint and stops after `deadline`, on all processes in one step."""
 
-    def __init__(self, seconds: float):
-        self.deadline = time.monotonic() + seconds
+    def __init__(self, deadline: float):
+        self.deadline = deadline
 
     def on_step_end(self, args, state, control, **kwargs):
         over = torch.tensor([time.monotonic() > self.deadline], device=args.device)
@@ -170,7 +168,7 @@ def training_arguments(settings: RunSettings) -> TrainingArguments:
     return arguments
 
 
-def build_trainer(settings: RunSettings, stop_after: float | None = None) -> PretrainingTrainer:
+def build_trainer(settings: RunSettings, deadline: float | None = None) -> PretrainingTrainer:
     """The Trainer of a run, with its model and data."""
     tokenizer = AutoTokenizer.from_pretrained(Path(settings.data) / "tokenizer")
     arguments = training_arguments(settings)
@@ -188,18 +186,19 @@ def build_trainer(settings: RunSettings, stop_after: float | None = None) -> Pre
         eval_dataset=validation_rows,
         data_collator=isolate_documents if settings.document_boundaries else stack_rows,
         processing_class=tokenizer,
-        callbacks=[FirstLog()] + ([] if stop_after is None else [StopAfter(stop_after)]),
+        callbacks=[FirstLog()] + ([] if deadline is None else [StopAfter(deadline)]),
     )
 
 
-def train(settings: RunSettings, stop_after: float | None = None) -> dict | None:
+def train(settings: RunSettings, deadline: float | None = None) -> dict | None:
     """
     Trains, from the last checkpoint in `settings.output` if there is one, and saves the model.
 
-    Returns what `result.json` holds, or `None` if `stop_after` seconds ended it early.
+    Returns what `result.json` holds, or `None` if `deadline`, a time of `time.monotonic()`, ended
+    it early.
     """
-    trainer, output = build_trainer(settings, stop_after), Path(settings.output)
-    checkpoint = get_last_checkpoint(output) if output.is_dir() else None
+    output = Path(settings.output)
+    trainer, checkpoint = build_trainer(settings, deadline), last_checkpoint(output)
     trainer.train(resume_from_checkpoint=checkpoint)
     if trainer.state.global_step < settings.steps:
         return None
@@ -207,7 +206,7 @@ def train(settings: RunSettings, stop_after: float | None = None) -> dict | None
     trainer.save_model(str(output / "model"))
     result = summarise(trainer)
     if trainer.is_world_process_zero():
-        (output / "result.json").write_text(json.dumps(result, indent=1))
+        write_json(output / "result.json", result)
     return result
 
 
