@@ -518,7 +518,6 @@ def test_layers_stay_whole_graphs_under_ddp(folder, monkeypatch, one_process_gro
     settings = run_settings(
         folder, "unused", compile_layers=True, model={"hidden_size": 256, "num_hidden_layers": 1}
     )
-    monkeypatch.setattr(torch._dynamo.config, "optimize_ddp", True)
     batch = stack_rows([Rows(Shards(folder / "data", "train"), 48, 1)[0]])
     graphs = []
 
@@ -530,8 +529,9 @@ def test_layers_stay_whole_graphs_under_ddp(folder, monkeypatch, one_process_gro
     monkeypatch.setattr(
         torch.nn.Module, "compile", lambda self, **kw: compile_layer(self, backend=backend, **kw)
     )
-    model = DistributedDataParallel(training.build_model(settings, tokenizer))
-    model(**batch).loss.backward()
+    with torch._dynamo.config.patch(optimize_ddp=True):
+        model = DistributedDataParallel(training.build_model(settings, tokenizer))
+        model(**batch).loss.backward()
     assert len(graphs) == 1
 
 
