@@ -15,7 +15,7 @@ import sys
 
 import atma  # noqa: F401, makes the model known to the Auto classes
 import torch
-from experiments.files import last_checkpoint
+from experiments.checkpoints import last_checkpoint
 from experiments.finetuning import encode_examples, load_examples, set_chat_template
 from experiments.settings import parse_override
 from transformers import (

@@ -29,7 +29,7 @@ sys.path.append(str(SCRIPTS))
 
 from benchmarks.scaling import first_gpus  # noqa: E402
 from experiments import training  # noqa: E402
-from experiments.files import last_checkpoint  # noqa: E402
+from experiments.checkpoints import last_checkpoint  # noqa: E402
 from experiments.optimizer import (  # noqa: E402
     MuonWithAdamW,
     build_optimizer,
@@ -339,6 +339,15 @@ def test_a_run_that_was_stopped_goes_on_bitwise(folder):
     expected = weights(folder / "whole")
     for name, weight in weights(folder / "stopped").items():
         assert torch.equal(weight, expected[name]), name
+
+
+def test_workers_that_tokenise_start_without_torch():
+    """There is one for each core, and importing torch and Transformers takes seconds."""
+    code = "import sys, experiments.preparation; print('torch' in sys.modules)"
+    found = subprocess.run(
+        [sys.executable, "-c", code], cwd=SCRIPTS, capture_output=True, text=True
+    )
+    assert found.stdout == "False\n", found.stderr
 
 
 def test_a_checkpoint_that_was_cut_short_is_passed_over(tmp_path):

@@ -358,6 +358,9 @@ def test_tables_and_plots_show_every_run_and_length(tmp_path):
     assert "| nope | 40.0% | 40.0% |" in text
     assert "| nope | 1.250 | 1.250 |" in text and "| depth | 2K | 4K |\n" in text
     assert "| 0.5 | 40.0% | 40.0% |" in text and "generate()" not in text
+    results = fake_results()
+    results[0]["rows"][-2]["generate_exact_match"] = 0.5  # one run has it, at one length
+    assert "| polar-memory |  | 50.0% |" in report(results)
     written = {path.name for path in plot_all(fake_results(), tmp_path)}
     assert written == {path.name for path in tmp_path.glob("*.png")}
     assert {"document_loss.png", "induction.png", "induction_map.png"} <= written

@@ -4,8 +4,8 @@
 
 Same weights, data and tokens per step on any number of processes, so the losses must agree; the
 table says by how much their means of ten steps (the first: of step 1 alone, then of 2 to 10) differ
-at most, relative to one process. Efficiency is the tokens per second
-over those of one process times the number of processes. Data come from prepare_data.py.
+at most, relative to one process. Efficiency is the tokens per second over those of one process
+times the number of processes. Data come from prepare_data.py.
 """
 
 import json

@@ -6,9 +6,6 @@ import json
 import os
 from pathlib import Path
 
-from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-
 
 def write_json(path: Path, content) -> None:
     """Writes a file whole or not at all, whenever the process is stopped."""
@@ -17,14 +14,4 @@ def write_json(path: Path, content) -> None:
     os.replace(unfinished, path)
 
 
-def last_checkpoint(output: str | Path) -> str | None:
-    """The newest checkpoint that is whole: Trainer writes its own state last."""
-    found = [
-        folder
-        for folder in Path(output).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
-        if (folder / TRAINER_STATE_NAME).exists()
-    ]
-    return str(max(found, key=lambda folder: int(folder.name.split("-")[-1]))) if found else None
-
-
-__all__ = ["last_checkpoint", "write_json"]
+__all__ = ["write_json"]

@@ -199,7 +199,8 @@ def length_table(results: list[dict], measure: str, key: str, form: str) -> str:
     depth = None if measure in LOSSES else 0.0
     rows = []
     for name, result, limit in curves(results):
-        values = {row["length"]: row[key] for row in select(result, measure, depth, limit)}
+        chosen = select(result, measure, depth, limit)
+        values = {row["length"]: row[key] for row in chosen if key in row}
         rows.append([name, *(format(values[n], form) if n in values else "" for n in lengths)])
     return table(["run", *(length_name(n) for n in lengths)], rows)
 
@@ -217,11 +218,14 @@ def report(results: list[dict]) -> str:
     if any("training" in result for result in results):
         trained = [result for result in results if "training" in result]
         sections.append("Training\n\n" + training_table(trained))
+
+    def add(measure: str, key: str, form: str, title: str) -> None:
+        if any(row["measure"] == measure and key in row for r in results for row in r["rows"]):
+            sections.append(f"{title}\n\n" + length_table(results, measure, key, form))
+
     for measure in sorted(measures & set(LOSSES)):
         for key, unit in (("nats_per_token", "nats per token"), ("bits_per_byte", "bits per byte")):
-            title = f"Loss, {LOSSES[measure]} ({unit})"
-            if measure == "document_loss" or key == "nats_per_token":
-                sections.append(f"{title}\n\n" + length_table(results, measure, key, ".3f"))
+            add(measure, key, ".3f", f"Loss, {LOSSES[measure]} ({unit})")
     for measure in sorted(measures - set(LOSSES)):
         for key, what in (
             ("accuracy", "answer tokens that are right"),
@@ -229,9 +233,7 @@ def report(results: list[dict]) -> str:
             ("absent_accuracy", "answer tokens that are right without a needle"),
             ("generate_exact_match", "answers that generate() gives"),
         ):
-            if any(key in row for result in results for row in select(result, measure)):
-                title = f"Retrieval, {measure}: {what}"
-                sections.append(f"{title}\n\n" + length_table(results, measure, key, ".1%"))
+            add(measure, key, ".1%", f"Retrieval, {measure}: {what}")
         for result in results:
             if len({row["depth"] for row in select(result, measure)}) > 1:
                 title = f"Retrieval, {measure}, {result['name']}: answer tokens by needle's depth"

@@ -13,7 +13,8 @@ from benchmarks.training import PEAK_FLOPS, flops_per_token
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import AutoTokenizer, Trainer, TrainerCallback, TrainingArguments, set_seed
 
-from .files import last_checkpoint, write_json
+from .checkpoints import last_checkpoint
+from .files import write_json
 from .optimizer import build_optimizer
 from .rows import Rows, isolate_documents, stack_rows
 from .settings import RunSettings
