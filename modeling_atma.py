@@ -35,6 +35,7 @@ from .kernels.polar_attention import (
     polar_attention_reference,
 )
 from .kernels.rms_norm import add_rms_norm, gated_rms_norm, rms_norm, sigmoid_gate
+from .kernels.separate_gradient import separate_gradient
 from .kernels.short_convolution import canon_convolution, gated_causal_conv1d
 from .kernels.softmax_attention import apply_rotary, softmax_attention
 from .kernels.squared_relu import squared_relu_product
@@ -500,10 +501,11 @@ class AtmaAttention(nn.Module):
         gate = self.gate_proj(hidden_states).view_as(content)
         content = sigmoid_gate(content, gate, backend=self.kernel_backend)
         output = self.o_proj(content.flatten(2))
+        # The biases of these projections have equal gradients.
         if self.is_polar:
-            output = output + self.count_proj(magnitude)
+            output = output + separate_gradient(self.count_proj(magnitude), 0)
         if memory is not None:
-            output = output + memory
+            output = output + separate_gradient(memory, 1)
 
         mass = None
         if self.training and self.config.distractor_keys:

@@ -172,6 +172,31 @@ def test_training_compiles_as_one_graph_and_equals_eager(build, draw, core):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 3
 
 
+@pytest.mark.parametrize("core", CORES)
+def test_compiled_micro_batches_add_up_under_autocast(build, draw, core):
+    """Each once, for every parameter: see kernels/separate_gradient.py."""
+    model = build(layer_types=["conv", "hybrid"], attention_type=core).train()
+    torch._dynamo.reset()
+    for layer in model.model.layers:
+        layer.compile(fullgraph=True)
+    ids = draw(6, 130)
+
+    def train_on(rows):
+        for row in rows.split(1):
+            with torch.autocast("cuda", torch.bfloat16):
+                model(row, labels=row, use_cache=False).loss.backward()
+
+    train_on(ids)
+    memories = [p.grad.untyped_storage().data_ptr() for p in model.parameters()]
+    assert len(set(memories)) == len(memories)
+    together, alone = gradients(model), []
+    for row in ids.split(1):
+        train_on(row)
+        alone.append(gradients(model))
+    summed = {name: sum(each[name] for each in alone) for name in together}
+    assert_same_gradients(together, summed, 1e-5)
+
+
 LENGTHS = [1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 1000, 4095, 4096, 4097, 16385]
 
 

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from atma import AtmaConfig, AtmaForCausalLM
 from datasets import Dataset
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
     checkpoint_wrapper,
@@ -300,3 +302,41 @@ def test_trainer_accumulation_equals_one_large_batch(make_model, texts, tmp_path
         weights.append(model.lm_head.weight.detach())
     moved = (weights[0] - make_model().lm_head.weight).norm()
     assert (weights[0] - weights[1]).norm() <= 1e-4 * moved
+
+
+@pytest.mark.parametrize("core", CORES)
+@pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "autocast"])
+def test_no_two_gradients_are_one_expression_to_the_compiler(core, autocast):
+    """It would compute both once and return one buffer, to which the next micro-batch is then added
+    twice: see kernels/separate_gradient.py."""
+    graphs = []
+
+    def record(graph, _):
+        graphs.append(graph)
+        return make_boxed_func(graph)
+
+    model = AtmaForCausalLM(AtmaConfig.tiny(attention_type=core)).train()
+    torch._dynamo.reset()
+    backend = aot_autograd(fw_compiler=lambda graph, _: make_boxed_func(graph), bw_compiler=record)
+    for layer in model.model.layers:
+        layer.compile(fullgraph=True, backend=backend)
+    ids = torch.randint(0, 64, (1, 16))
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        model(ids, labels=ids).loss.backward()
+    assert len(graphs) == 2  # a convolution and a hybrid layer
+    for graph in graphs:
+        gradients = expressions_returned(graph.graph)
+        assert len(gradients) > 10 and len(set(gradients)) == len(gradients)
+
+
+def expressions_returned(graph: torch.fx.Graph) -> list[int]:
+    """A number for each output: equal ones for equal operations on equal arguments."""
+    numbers: dict[tuple, int] = {}
+    numbers_of: dict[torch.fx.Node, int] = {}
+    for node in graph.nodes:
+        if node.op == "output":
+            return [numbers_of[each] for each in node.args[0] if each is not None]
+        arguments = torch.fx.map_arg((node.args, node.kwargs), numbers_of.__getitem__)
+        key = (node.name if node.op == "placeholder" else str(node.target), str(arguments))
+        numbers_of[node] = numbers.setdefault(key, len(numbers))
+    raise AssertionError("a graph ends with its output")
