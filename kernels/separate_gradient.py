@@ -6,8 +6,7 @@ Gradients that the compiler must not take for one.
 Where the outputs of several linear layers are added, their biases have equal gradients. Inductor
 computes these once, and returns one buffer for all of them (seen with torch 2.11 under autocast on
 CUDA). Autograd keeps what it is given, so that the biases' `.grad` lie in one memory; the next
-micro-batch is then added to it once for each bias. Of sixteen micro-batches that are accumulated,
-all but the first counted three times.
+micro-batch is then added to it once for each bias.
 """
 
 import torch
