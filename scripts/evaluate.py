@@ -65,6 +65,10 @@ def parse_arguments() -> argparse.Namespace:
     add("--needles", defaults.needles, "at each length and depth, at most", type=int)
     add("--needle-tokens", defaults.needle_tokens, "limit of needles times length", type=int)
     add("--generated", defaults.generated, "answers by generate() of each", type=int)
+    add(
+        "--give-up-below", defaults.give_up_below,
+        "share of answers at one length under which longer ones are left out", type=float,
+    )  # fmt: skip
     add("--tokens-at-once", defaults.tokens_at_once, "rows of a batch times length", type=int)
     add("--chunk", None, "tokens of one call, 0 for all; by the model if not given", type=int)
     add("--seed", defaults.seed, "of needles and gaps", type=int)
@@ -115,7 +119,13 @@ def main() -> None:
             for method, options in parts:
                 name = " ".join([method, *map(str, options.values()), f"half-life {limit}"])
                 progress.update(task, description=name)
-                if name not in result["parts"]:
+                done = [
+                    row
+                    for part in result["parts"].values()
+                    for row in part["rows"]
+                    if row["half_life"] == limit
+                ]
+                if name not in result["parts"] and not evaluation.gives_up(options, done):
                     if time.monotonic() > deadline:
                         console.print("Out of time; the same command does what is missing.")
                         raise SystemExit(os.EX_TEMPFAIL)

@@ -37,7 +37,7 @@ from experiments.optimizer import (  # noqa: E402
     step_muon,
 )
 from experiments.preparation import Records, Split, TextTree, prepare  # noqa: E402
-from experiments.rows import Rows, isolate_documents, stack_rows  # noqa: E402
+from experiments.rows import Rows, isolate_documents, repeat_passage, stack_rows  # noqa: E402
 from experiments.settings import (  # noqa: E402
     OptimizerSettings,
     RunSettings,
@@ -193,6 +193,37 @@ def test_rows_are_the_stream_in_an_order_of_the_seed(folder):
     assert [tuple(again[i]["input_ids"].tolist()) for i in range(5)] == passes[0][:5]
     with pytest.raises(ValueError, match="more text"):
         Rows(shards, shards.num_tokens + 1, None)
+
+
+def test_a_passage_stands_twice_in_a_share_of_the_rows(folder):
+    shards = Shards(folder / "data", "train")
+    length = 96
+    plain = Rows(shards, length, 200, seed=3)
+    rows = Rows(shards, length, 200, seed=3, repeated_rows=0.25)
+    places = []
+    for i in range(200):
+        before, after = (x[i]["input_ids"].numpy() for x in (plain, rows))
+        assert torch.equal(plain[i]["starts"], rows[i]["starts"])
+        changed = np.flatnonzero(before != after)
+        if len(changed):
+            second, stop = changed[0], changed[-1] + 1
+            copied = after[second:stop].tolist()
+            starts = range(0, second - len(copied) + 1)
+            places += [s for s in starts if after[s : s + len(copied)].tolist() == copied][:1]
+            assert len(copied) <= length // 2
+    # Every change is a copy of what stands before it, in about a quarter of the rows.
+    changed = sum(not torch.equal(plain[i]["input_ids"], rows[i]["input_ids"]) for i in range(200))
+    assert len(places) == changed and 30 < changed < 70 and len(set(places)) > 10
+    again = Rows(shards, length, 200, seed=3, repeated_rows=0.25)
+    assert all(torch.equal(again[i]["input_ids"], rows[i]["input_ids"]) for i in (199, 3, 50))
+
+
+@pytest.mark.parametrize("total", [1, 2, 5, 33, 64])
+def test_passages_of_short_rows_fit(total):
+    for seed in range(50):
+        ids = np.arange(total)
+        repeat_passage(ids, np.random.default_rng(seed))
+        assert len(ids) == total and (ids <= np.arange(total)).all()
 
 
 def test_isolated_documents_are_each_read_alone(folder):
@@ -586,6 +617,8 @@ def test_compiled_layers_are_not_copied_to_several_gpus(folder, monkeypatch):
         ({"trainer": {"max_steps": 3}}, "follows from steps"),
         ({"optimizer": {"matrices": "sgd"}}, "muon or adamw"),
         ({"weights": "int8"}, "weights must be"),
+        ({"repeated_rows": 1.5}, "from 0 to 1"),
+        ({"repeated_rows": 0.5, "document_boundaries": True}, "set one of them"),
     ],
 )
 def test_settings_that_mean_nothing_are_refused(values, message):

@@ -233,6 +233,42 @@ def test_the_evaluation_script_does_what_is_missing(
         script.main()
 
 
+def test_longer_contexts_are_left_out_once_answers_are_lost(
+    model, tokenizer, shards, tmp_path, monkeypatch
+):
+    """Of that task at that depth; not of another one, and not where answers are right."""
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    script = load_script("evaluate")
+    right = {"passkey": {0.0: 200, 0.5: 100}, "induction": {0.0: 400, 0.5: 100}}
+
+    def retrieval(self, task, length, depth):
+        accuracy = 0.9 if length <= right[task][depth] else 0.1
+        return [{"measure": task, "length": length, "depth": depth, "accuracy": accuracy}]
+
+    monkeypatch.setattr(script.Evaluation, "retrieval", retrieval)
+    arguments = ["evaluate.py", str(tmp_path / "model"), "--data", str(shards.folder)]
+    arguments += ["--output", str(tmp_path / "evaluation.json"), "--documents", "0"]
+    arguments += ["--lengths", "100", "200", "300", "400", "--depths", "0", "0.5", "--tasks"]
+    arguments += ["passkey", "induction", "--give-up-below", "0.5", "--half-lives", "none", "4"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    script.main()
+    result = json.loads((tmp_path / "evaluation.json").read_text())
+    rows = [row for part in result["parts"].values() for row in part["rows"]]
+    for limit in (None, 4.0):
+        for task, depth, longest in (
+            ("passkey", 0.0, 300), ("passkey", 0.5, 200),
+            ("induction", 0.0, 400), ("induction", 0.5, 200),
+        ):  # fmt: skip
+            key = limit, task, depth
+            lengths = [
+                row["length"]
+                for row in rows
+                if (row["half_life"], row["measure"], row["depth"]) == key
+            ]
+            assert lengths == list(range(100, longest + 1, 100))
+
+
 GRID = {
     "base": "base.yaml",
     "output": "unused",
@@ -322,6 +358,44 @@ def test_cells_run_on_every_device_and_go_on_after_a_stop(cells, tmp_path, monke
     cells[-1].folder.write_text("in the way")
     states = grid.Scheduler(cells, [0]).run()
     assert states["nope-bare"].startswith("failed: ") and states["special"] == "done"
+
+
+def test_a_cell_is_measured_while_the_next_one_trains(cells, tmp_path, monkeypatch):
+    """On one device, where still only one trains at a time. Here each waits for the other."""
+    scripts, log = tmp_path / "scripts", tmp_path / "calls"
+    scripts.mkdir()
+    names = [cell.name for cell in cells[:3]]
+    header = f"""
+import pathlib, sys, time
+folder, log = pathlib.Path(sys.argv[1]).parent, pathlib.Path({str(log)!r})
+index = {names}.index(folder.name)
+def say(word):
+    print(word, folder.name, file=log.open("a"))
+def wait_for(word, count):
+    start = time.time()
+    while log.read_text().split().count(word) < count:
+        time.sleep(0.02)
+        if time.time() - start > 20:
+            sys.exit(1)
+"""
+    train = """
+say("train")
+wait_for("measured", index)
+(folder / "model").mkdir()
+(folder / "result.json").touch()
+say("trained")
+"""
+    evaluate = f"""
+wait_for("train", min(index + 2, {len(names)}))
+say("measured")
+"""
+    (scripts / "train.py").write_text(header + train)
+    (scripts / "evaluate.py").write_text(header + evaluate)
+    monkeypatch.setattr(grid, "SCRIPTS", scripts)
+    states = grid.Scheduler(cells[:3], [None], measure_beside=True).run()
+    assert states == dict.fromkeys(names, "done")
+    trainings = [line for line in log.read_text().splitlines() if line.startswith("train")]
+    assert trainings == [f"{word} {name}" for name in names for word in ("train", "trained")]
 
 
 def fake_results() -> list[dict]:

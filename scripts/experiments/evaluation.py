@@ -27,6 +27,8 @@ class EvaluationSettings:
         depths: where needles stand; 0 is the start.
         needles: at each length and depth, at most as many as fill `needle_tokens` (but 4 at least).
         generated: needles of which generate() has to give the whole answer.
+        give_up_below: share of answer tokens; where fewer are right at one length, longer ones (of
+            the same task and depth) are not measured.
         tokens_at_once: rows of a batch times their length.
         chunk: tokens of one call; see `reading.Reader`.
     """
@@ -40,6 +42,7 @@ class EvaluationSettings:
     needles: int = 64
     needle_tokens: int = 2**22
     generated: int = 2
+    give_up_below: float = 0.0
     tokens_at_once: int = 2**18
     chunk: int | None = None
     seed: int = 0
@@ -71,6 +74,16 @@ class Evaluation:
                 for depth in self.settings.depths:
                     yield "retrieval", {"task": task, "length": length, "depth": depth}
 
+    def gives_up(self, options: dict, rows: list[dict]) -> bool:
+        """Whether `rows` say that the task, at this depth, is lost at a shorter length."""
+        return any(
+            row["measure"] == options.get("task")
+            and row["depth"] == options["depth"]
+            and row["length"] < options["length"]
+            and row["accuracy"] < self.settings.give_up_below
+            for row in rows
+        )
+
     def documents(self) -> tuple[list[np.ndarray], int]:
         """Held-out documents without copies, and to which length they are read."""
         records = self.shards.documents
@@ -94,7 +107,7 @@ class Evaluation:
             yield torch.from_numpy(np.stack(rows[start : start + size]))
 
     def num_bytes(self, ids: np.ndarray) -> int:
-        """Bytes of the text; a character that the end cuts in two counts as 3 at most."""
+        """Bytes of the text; a character that an end cuts in two counts as 3 at most."""
         return len(self.tokenizer.decode(ids, skip_special_tokens=True).encode())
 
     def document_losses(self) -> list[dict]:
@@ -106,10 +119,11 @@ class Evaluation:
         losses = torch.cat(
             [self.reader.token_losses(batch) for batch in self._batches(documents, longest)]
         ).double()
-        rows = []
+        rows, before, size = [], 0, 0
         for length in (n for n in self.settings.lengths if n <= longest):
             prefix = losses[:, :length]
-            size = sum(self.num_bytes(document[1 : length + 1]) for document in documents)
+            size += sum(self.num_bytes(document[before + 1 : length + 1]) for document in documents)
+            before = length
             rows.append(
                 {
                     "measure": "document_loss",

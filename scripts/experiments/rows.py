@@ -16,10 +16,22 @@ class Rows(Dataset):
 
     Row i is the same whatever reads it: pass e over the text is in the order of a permutation drawn
     from (seed, e). Without a seed the rows come in the order of the stream, once.
+
+    Args:
+        repeated_rows: share of the rows in which a passage stands twice (`repeat_passage`), drawn
+            from (seed, i); it needs a seed.
     """
 
-    def __init__(self, shards: Shards, length: int, num_rows: int | None, seed: int | None = None):
+    def __init__(
+        self,
+        shards: Shards,
+        length: int,
+        num_rows: int | None,
+        seed: int | None = None,
+        repeated_rows: float = 0.0,
+    ):
         self.shards, self.length, self.seed = shards, length, seed
+        self.repeated_rows = repeated_rows
         self.rows_in_stream = shards.num_tokens // length
         if self.rows_in_stream == 0:
             raise ValueError(
@@ -53,7 +65,26 @@ class Rows(Dataset):
         starts[torch.from_numpy(inside - start)] = True
         starts[0] = True
         ids = self.shards.read(start, start + self.length)
+        if self.repeated_rows:
+            generator = np.random.default_rng([self.seed, index, 1])
+            if generator.random() < self.repeated_rows:
+                repeat_passage(ids, generator)
         return {"input_ids": torch.from_numpy(ids), "starts": starts}
+
+
+def repeat_passage(ids: np.ndarray, generator: np.random.Generator) -> None:
+    """
+    Writes one passage of the row `ids` `[T]` once more, later in it, over what stood there. Its
+    length is drawn from 16 to T / 2, then its two places.
+
+    Text says little twice, and a short training may never find out that looking back pays
+    (induction: what followed these words the last time?). Here it pays for half a row.
+    """
+    total = len(ids)
+    length = int(generator.integers(min(16, total // 2), total // 2 + 1))
+    first = int(generator.integers(0, total - 2 * length + 1))
+    second = int(generator.integers(first + length, total - length + 1))
+    ids[second : second + length] = ids[first : first + length]
 
 
 def stack_rows(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -84,4 +115,4 @@ def isolate_documents(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Te
     }
 
 
-__all__ = ["Rows", "isolate_documents", "stack_rows"]
+__all__ = ["Rows", "isolate_documents", "repeat_passage", "stack_rows"]

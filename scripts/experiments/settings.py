@@ -81,6 +81,8 @@ class RunSettings:
         document_boundaries: whether documents in a row are kept apart. The default is rows cut from
             one stream, in which documents see what stands before them: nothing is padded, every row
             has one shape, and the model meets changes of topic, as a long context does.
+        repeated_rows: share of the training rows in which a passage stands twice; see
+            `rows.repeat_passage`. Without `document_boundaries` only.
         weights: "float32" (bfloat16 is then a matter of `trainer: {bf16: true}`) or "bfloat16".
         compile_layers: compile each kind of decoder layer, once, instead of the whole model (which
             `trainer: {torch_compile: true}` does): far less to compile for nearly the same speed.
@@ -100,6 +102,7 @@ class RunSettings:
     steps: int = 1900
     rows_per_device: int = 16
     document_boundaries: bool = False
+    repeated_rows: float = 0.0
     weights: str = "float32"
     compile_layers: bool = False
     validation_rows: int = 64
@@ -113,6 +116,13 @@ class RunSettings:
             self.optimizer = build(OptimizerSettings, self.optimizer, "optimizer.")
         if self.weights not in ("float32", "bfloat16"):
             raise ValueError(f"weights must be float32 or bfloat16, got {self.weights!r}.")
+        if not 0 <= self.repeated_rows <= 1:
+            raise ValueError("repeated_rows must be from 0 to 1.")
+        if self.repeated_rows and self.document_boundaries:
+            raise ValueError(
+                "document_boundaries part a passage from its copy, so that repeated_rows would do "
+                "nothing: set one of them."
+            )
         for name in sorted(set(self.trainer) & set(DERIVED)):
             raise ValueError(f"trainer.{name} follows from {DERIVED[name]}: set that instead.")
 

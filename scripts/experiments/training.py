@@ -183,7 +183,9 @@ def build_trainer(settings: RunSettings, deadline: float | None = None) -> Pretr
         settings,
         model=build_model(settings, tokenizer),
         args=arguments,
-        train_dataset=Rows(Shards(settings.data, "train"), length, num_rows, settings.seed),
+        train_dataset=Rows(
+            Shards(settings.data, "train"), length, num_rows, settings.seed, settings.repeated_rows
+        ),
         eval_dataset=validation_rows,
         data_collator=isolate_documents if settings.document_boundaries else stack_rows,
         processing_class=tokenizer,
