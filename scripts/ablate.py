@@ -32,10 +32,6 @@ def parse_arguments() -> argparse.Namespace:
         "--cpu-processes", type=int, default=1, help="at once where there is no GPU (default: 1)"
     )
     parser.add_argument(
-        "--measure-beside", action="store_true",
-        help="measure a cell while the next one trains on the same GPU (default: one at a time)",
-    )  # fmt: skip
-    parser.add_argument(
         "--stop-after", type=float, metavar="SECONDS",
         help="save checkpoints and stop then (default: run to the end)",
     )  # fmt: skip
@@ -65,7 +61,7 @@ def main() -> None:
             if not console.is_terminal:  # where nothing is seen before the end
                 print(time.strftime("%X"), states, flush=True)
 
-        scheduler = Scheduler(cells, devices, arguments.stop_after, show, arguments.measure_beside)
+        scheduler = Scheduler(cells, devices, arguments.stop_after, show)
         live.update(status(scheduler.states))
         states = scheduler.run()
     results = collect(cells)

@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
-from transformers import Trainer
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import Trainer, TrainerCallback
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 SCRIPTS = REPOSITORY / "scripts"
@@ -357,6 +359,47 @@ def test_the_trainer_reads_the_rows_in_their_order(folder):
     for i, batch in zip(range(3), trainer.get_train_dataloader(), strict=False):
         expected = stack_rows([rows[2 * i], rows[2 * i + 1]])
         assert torch.equal(batch["input_ids"], expected["input_ids"])
+
+
+class ReadsOfTheHost(TorchDispatchMode):
+    """Where values are read back from tensors, outside of optimizers (which do it on the CPU)."""
+
+    def __init__(self):
+        super().__init__()
+        self.places = []
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        if operator is torch.ops.aten._local_scalar_dense.default:
+            stack = traceback.extract_stack()
+            if not any("torch/optim" in frame.filename for frame in stack):
+                self.places += [f"{frame.filename}:{frame.lineno}" for frame in stack[-6:-1]]
+        return operator(*args, **(kwargs or {}))
+
+
+def test_no_step_waits_for_the_device(folder):
+    """A deadline is set; between logs nothing is read back, so that launches run ahead of a GPU."""
+    on_gpu = torch.cuda.is_available()
+    trainer = {"use_cpu": not on_gpu, "logging_steps": 100, "save_steps": 100}
+    settings = run_settings(folder, "ahead", trainer=trainer)
+    watched = ReadsOfTheHost()
+
+    class Watch(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == 2:
+                watched.__enter__()
+                if on_gpu:
+                    torch.cuda.set_sync_debug_mode("error")
+
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 5:
+                watched.__exit__(None, None, None)
+                if on_gpu:
+                    torch.cuda.set_sync_debug_mode("default")
+
+    run = training.build_trainer(settings, deadline=float("inf"))
+    run.add_callback(Watch())
+    run.train()
+    assert run.state.global_step == 6 and not watched.places
 
 
 def test_a_run_that_was_stopped_goes_on_bitwise(folder):

@@ -129,7 +129,13 @@ def test_induction_repeats_the_very_tokens_and_decides_digit_by_digit(tokenizer)
 
 
 def test_document_losses_are_those_of_nested_prefixes(model, tokenizer, shards, close):
-    rows = Evaluation(model, tokenizer, shards, SETTINGS).document_losses()
+    evaluation = Evaluation(model, tokenizer, shards, SETTINGS)
+    *rows, last = evaluation.document_losses()
+    [expected] = evaluation.context_loss(256)
+    assert last.pop("measure") == expected.pop("measure")
+    assert last == pytest.approx(expected, rel=1e-4)
+    measured = [options for name, options in evaluation.parts() if name == "context_loss"]
+    assert measured == [{"length": 128}]
     assert [row["length"] for row in rows] == [128, 256]
     for row in rows:
         ids = torch.stack(
@@ -358,44 +364,6 @@ def test_cells_run_on_every_device_and_go_on_after_a_stop(cells, tmp_path, monke
     cells[-1].folder.write_text("in the way")
     states = grid.Scheduler(cells, [0]).run()
     assert states["nope-bare"].startswith("failed: ") and states["special"] == "done"
-
-
-def test_a_cell_is_measured_while_the_next_one_trains(cells, tmp_path, monkeypatch):
-    """On one device, where still only one trains at a time. Here each waits for the other."""
-    scripts, log = tmp_path / "scripts", tmp_path / "calls"
-    scripts.mkdir()
-    names = [cell.name for cell in cells[:3]]
-    header = f"""
-import pathlib, sys, time
-folder, log = pathlib.Path(sys.argv[1]).parent, pathlib.Path({str(log)!r})
-index = {names}.index(folder.name)
-def say(word):
-    print(word, folder.name, file=log.open("a"))
-def wait_for(word, count):
-    start = time.time()
-    while log.read_text().split().count(word) < count:
-        time.sleep(0.02)
-        if time.time() - start > 20:
-            sys.exit(1)
-"""
-    train = """
-say("train")
-wait_for("measured", index)
-(folder / "model").mkdir()
-(folder / "result.json").touch()
-say("trained")
-"""
-    evaluate = f"""
-wait_for("train", min(index + 2, {len(names)}))
-say("measured")
-"""
-    (scripts / "train.py").write_text(header + train)
-    (scripts / "evaluate.py").write_text(header + evaluate)
-    monkeypatch.setattr(grid, "SCRIPTS", scripts)
-    states = grid.Scheduler(cells[:3], [None], measure_beside=True).run()
-    assert states == dict.fromkeys(names, "done")
-    trainings = [line for line in log.read_text().splitlines() if line.startswith("train")]
-    assert trainings == [f"{word} {name}" for name in names for word in ("train", "trained")]
 
 
 def fake_results() -> list[dict]:

@@ -41,7 +41,7 @@ class EvaluationSettings:
     depths: list[float] = field(default_factory=lambda: [0.0])
     needles: int = 64
     needle_tokens: int = 2**22
-    generated: int = 2
+    generated: int = 4
     give_up_below: float = 0.0
     tokens_at_once: int = 2**18
     chunk: int | None = None
@@ -67,8 +67,10 @@ class Evaluation:
         """(name of the method, its arguments) of all that is to be measured."""
         if self.settings.documents:
             yield "document_losses", {}
+            _, longest = self.documents()
             for length in self.settings.lengths:
-                yield "context_loss", {"length": length}
+                if length < longest:
+                    yield "context_loss", {"length": length}
         for task in self.settings.tasks:
             for length in self.settings.lengths:
                 for depth in self.settings.depths:
@@ -113,7 +115,8 @@ class Evaluation:
     def document_losses(self) -> list[dict]:
         """
         For each length the loss of the same documents up to there, nested prefixes of one reading:
-        nats per token, bits per byte, and nats per token of the prefix's second half.
+        nats per token, bits per byte, and nats per token of the prefix's second half. At the end
+        what `context_loss` would give for the longest length, which is the same reading.
         """
         documents, longest = self.documents()
         losses = torch.cat(
@@ -134,29 +137,35 @@ class Evaluation:
                     "bits_per_byte": prefix.sum().item() / math.log(2) / size,
                 }
             )
-        return rows
+        return [*rows, self._context_row(longest, losses[:, -self.scored_tokens :])]
+
+    @property
+    def scored_tokens(self) -> int:
+        return min(self.settings.scored_tokens, self.settings.lengths[0])
 
     def context_loss(self, length: int) -> list[dict]:
         """The loss of the same last tokens of the same documents after a context of `length`."""
         documents, longest = self.documents()
-        if length > longest:
-            return []
         rows = [document[longest - length :] for document in documents]
-        count = min(self.settings.scored_tokens, self.settings.lengths[0])
         losses = torch.cat(
-            [self.reader.last_losses(batch, count) for batch in self._batches(rows, length)]
-        ).double()
-        return [
-            {
-                "measure": "context_loss",
-                "length": length,
-                "documents": len(documents),
-                "scored_tokens": count,
-                "nats_per_token": losses.mean().item(),
-                # Of the differences between documents, which all lengths share.
-                "standard_deviation": losses.mean(1).std(correction=0).item(),
-            }
-        ]
+            [
+                self.reader.last_losses(batch, self.scored_tokens)
+                for batch in self._batches(rows, length)
+            ]
+        )
+        return [self._context_row(length, losses)]
+
+    def _context_row(self, length: int, losses: torch.Tensor) -> dict:
+        """Of the nats `[documents, scored tokens]`."""
+        return {
+            "measure": "context_loss",
+            "length": length,
+            "documents": losses.shape[0],
+            "scored_tokens": losses.shape[1],
+            "nats_per_token": losses.double().mean().item(),
+            # Of the differences between documents, which all lengths share.
+            "standard_deviation": losses.double().mean(1).std(correction=0).item(),
+        }
 
     def _predict(self, prompts: list[tuple[np.ndarray, np.ndarray]], length: int):
         """Most likely ids of each answer token after the right ones before it; nats of digits."""
@@ -183,16 +192,25 @@ class Evaluation:
         )
 
     @torch.no_grad()
-    def _generate(self, prompt: np.ndarray, count: int) -> list[int]:
-        ids = torch.from_numpy(prompt)[None].to(self.model.device)
-        generated = self.model.generate(
-            ids,
-            **{CACHE_NAME: self.reader.fill(ids[:, :-1])},
-            max_new_tokens=count,
-            min_new_tokens=count,
-            do_sample=False,
-        )
-        return generated[0, -count:].tolist()
+    def _generate(self, prompts: list[tuple[np.ndarray, np.ndarray]], length: int) -> list[list]:
+        """The ids that generate() gives for each answer."""
+        said: dict[int, list[int]] = {}
+        # Prompt and answer together have one length, so that prompts of one length end alike.
+        for count in sorted({len(answer) for _, answer in prompts}):
+            alike = [i for i, (_, answer) in enumerate(prompts) if len(answer) == count]
+            rows = []
+            for batch in self._batches([prompts[i][0] for i in alike], length):
+                ids = batch.to(self.model.device)
+                generated = self.model.generate(
+                    ids,
+                    **{CACHE_NAME: self.reader.fill(ids[:, :-1])},
+                    max_new_tokens=count,
+                    min_new_tokens=count,
+                    do_sample=False,
+                )
+                rows += generated[:, -count:].tolist()
+            said.update(zip(alike, rows, strict=True))
+        return [said[i] for i in range(len(prompts))]
 
     def retrieval(self, task: str, length: int, depth: float) -> list[dict]:
         """
@@ -217,7 +235,7 @@ class Evaluation:
             "absent_accuracy": self._scores(missing, answers)["accuracy"],
         }
         if self.settings.generated:
-            texts = [self._generate(p, len(a)) for p, a in present[: self.settings.generated]]
+            texts = self._generate(present[: self.settings.generated], length)
             row["generated"] = len(texts)
             scores = self._scores(texts, answers[: len(texts)])
             row["generate_exact_match"] = scores["exact_match"]

@@ -109,8 +109,6 @@ class Scheduler:
     the CPU. A cell that is done is left alone; one that was interrupted goes on.
 
     Args:
-        measure_beside: measures a cell while the next one trains on the same device, which
-            measuring alone does not fill. (Both are then slower than alone.)
         stop_after: seconds, after which every cell saves a checkpoint and stops.
         on_change: called with {cell name: state} at every change.
     """
@@ -121,33 +119,25 @@ class Scheduler:
         devices: Sequence[int | None],
         stop_after: float | None = None,
         on_change: Callable[[dict[str, str]], None] = lambda states: None,
-        measure_beside: bool = False,
     ):
         self.cells, self.devices, self.on_change = list(cells), list(devices), on_change
         self.deadline = time.monotonic() + (stop_after or float("inf"))
         self.states = {c.name: "done" if c.done.exists() else "waiting" for c in self.cells}
         self._waiting = [cell for cell in self.cells if not cell.done.exists()]
         self._lock = threading.Lock()
-        # Workers of one device share a lock, under which they train.
-        self._workers = [
-            (device, training)
-            for device in self.devices
-            for training in [threading.Lock()]
-            for _ in range(2 if measure_beside else 1)
-        ]
         self._children: set[subprocess.Popen] = set()
 
     def run(self) -> dict[str, str]:
         """The state of each cell at the end: done, stopped, waiting or failed."""
-        threads = [threading.Thread(target=self._work, args=worker) for worker in self._workers]
+        threads = [threading.Thread(target=self._work, args=(d,)) for d in self.devices]
         for thread in threads:
             thread.start()
         try:
             for thread in threads:
                 thread.join()
         except KeyboardInterrupt:
-            self.deadline = float("-inf")  # nothing new starts
             with self._lock:
+                self._waiting.clear()
                 for child in self._children:
                     child.send_signal(signal.SIGINT)
             raise
@@ -158,32 +148,28 @@ class Scheduler:
             self.states[cell.name] = state
             self.on_change(dict(self.states))
 
-    def _work(self, device: int | None, training: threading.Lock) -> None:
-        """Takes cells until there are none; workers of one device train one after the other."""
+    def _work(self, device: int | None) -> None:
         while time.monotonic() < self.deadline:
             with self._lock:
                 if not self._waiting:
                     return
                 cell = self._waiting.pop(0)
             try:
-                state = self._run(cell, device, training)
+                state = self._run(cell, device)
             except OSError as error:  # of this cell's files: the others go on
                 state = f"failed: {error}"
             self._report(cell, state)
 
-    def _run(self, cell: Cell, device: int | None, training: threading.Lock) -> str:
+    def _run(self, cell: Cell, device: int | None) -> str:
         cell.folder.mkdir(parents=True, exist_ok=True)
         settings = cell.folder / "run.yaml"
         settings.write_text(yaml.safe_dump(cell.run, sort_keys=False))
         if not cell.is_trained:
             for name in (cell.result.name, *cell.evaluations):  # of another model
                 (cell.folder / name).unlink(missing_ok=True)
-            with training:
-                if time.monotonic() > self.deadline:
-                    return "waiting"
-                self._report(cell, "training")
-                if self._call(cell, device, "train", [str(settings)]):
-                    return "failed in training"
+            self._report(cell, "training")
+            if self._call(cell, device, "train", [str(settings)]):
+                return "failed in training"
         if not cell.is_trained:
             return "stopped in training"
         self._report(cell, "evaluation")

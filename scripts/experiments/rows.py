@@ -78,7 +78,7 @@ def repeat_passage(ids: np.ndarray, generator: np.random.Generator) -> None:
     length is drawn from 16 to T / 2, then its two places.
 
     Text says little twice, and a short training may never find out that looking back pays
-    (induction: what followed these words the last time?). Here it pays for half a row.
+    (induction: what followed these words the last time?). Here it pays for up to half a row.
     """
     total = len(ids)
     length = int(generator.integers(min(16, total // 2), total // 2 + 1))

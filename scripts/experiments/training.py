@@ -86,10 +86,13 @@ class StopAfter(TrainerCallback):
         self.deadline = deadline
 
     def on_step_end(self, args, state, control, **kwargs):
-        over = torch.tensor([time.monotonic() > self.deadline], device=args.device)
+        over = time.monotonic() > self.deadline
         if args.world_size > 1:
-            torch.distributed.broadcast(over, src=0)
-        if over.item() and state.global_step < state.max_steps:
+            # (One process alone must not wait here for its device in every step.)
+            agreed = torch.tensor([over], device=args.device)
+            torch.distributed.broadcast(agreed, src=0)
+            over = agreed.item()
+        if over and state.global_step < state.max_steps:
             control.should_save = control.should_training_stop = True
 
 
@@ -133,6 +136,9 @@ def training_arguments(settings: RunSettings) -> TrainingArguments:
     decay = settings.steps - int(settings.steps * optimizer.constant_fraction)
     defaults = {
         "logging_steps": 10,
+        # In every pass the filter would wait for the loss, and the GPU then for the next launches.
+        "logging_nan_inf_filter": False,
+        "accelerator_config": {"non_blocking": torch.cuda.is_available()},  # likewise, for the rows
         "save_steps": 100,
         "save_total_limit": 1,
         "report_to": "none",
