@@ -46,12 +46,13 @@ def half_lives_of(result: dict) -> list[float | None]:
     return sorted(found, key=lambda value: (value is not None, value))
 
 
-def curves(results: list[dict]) -> list[tuple[str, dict, float | None]]:
-    """(label, result, half-life) of each line of a plot."""
+def curves(results: list[dict], measure: str) -> list[tuple[str, dict, float | None]]:
+    """(label, result, half-life) of each line of a plot: where `measure` was measured."""
     return [
         (result["name"] + ("" if limit is None else f", half-life {limit:g}"), result, limit)
         for result in results
         for limit in half_lives_of(result)
+        if select(result, measure, None if measure in LOSSES else 0.0, limit)
     ]
 
 
@@ -69,8 +70,8 @@ def _length_axis(axes, lengths: list[int], trained: int | None) -> None:
     if trained is not None:
         axes.axvline(trained, color="#777777", linestyle="--", linewidth=1)
         axes.annotate(
-            "training length", (trained, 1), xycoords=("data", "axes fraction"), xytext=(4, -10),
-            textcoords="offset points", color="#777777", fontsize=8,
+            "training length", (trained, 0.5), xycoords=("data", "axes fraction"), xytext=(3, 0),
+            textcoords="offset points", color="#777777", fontsize=8, rotation=90, va="center",
         )  # fmt: skip
 
 
@@ -79,12 +80,10 @@ def plot_by_length(
 ) -> None:
     """One line for each result (and half-life): `key` of `measure` against the length."""
     figure, axes = _axes((8, 4.5))
-    for (name, result, limit), color in zip(curves(results), _colors(), strict=False):
-        depth = 0.0 if measure not in LOSSES else None
-        rows = select(result, measure, depth, limit)
-        if rows:
-            x, y = [row["length"] for row in rows], [row[key] for row in rows]
-            axes.plot(x, y, marker="o", markersize=4, linewidth=1.5, color=color, label=name)
+    for (name, result, limit), color in zip(curves(results, measure), _colors(), strict=False):
+        rows = select(result, measure, 0.0 if measure not in LOSSES else None, limit)
+        x, y = [row["length"] for row in rows], [row[key] for row in rows]
+        axes.plot(x, y, marker="o", markersize=4, linewidth=1.5, color=color, label=name)
     trained = {result["run"].get("sequence_length") for result in results if "run" in result}
     _length_axis(axes, lengths_of(results, measure), trained.pop() if len(trained) == 1 else None)
     axes.set(title=title, ylabel=label)
@@ -102,7 +101,8 @@ def _colors():
 
 def plot_heat_map(results: list[dict], measure: str, path: Path, title: str) -> None:
     """Accuracy of `measure`: one row for each result, one column for each length."""
-    lengths, names = lengths_of(results, measure), [name for name, _, _ in curves(results)]
+    lines = curves(results, measure)
+    lengths, names = lengths_of(results, measure), [name for name, _, _ in lines]
     table = [
         [
             next(
@@ -111,7 +111,7 @@ def plot_heat_map(results: list[dict], measure: str, path: Path, title: str) -> 
             )
             for n in lengths
         ]
-        for _, result, limit in curves(results)
+        for _, result, limit in lines
     ]
     figure, axes = _axes((max(2 + 0.7 * len(lengths), 5.5), 1.2 + 0.4 * len(names)))
     axes.grid(False)
@@ -198,7 +198,7 @@ def length_table(results: list[dict], measure: str, key: str, form: str) -> str:
     lengths = lengths_of(results, measure)
     depth = None if measure in LOSSES else 0.0
     rows = []
-    for name, result, limit in curves(results):
+    for name, result, limit in curves(results, measure):
         chosen = select(result, measure, depth, limit)
         values = {row["length"]: row[key] for row in chosen if key in row}
         rows.append([name, *(format(values[n], form) if n in values else "" for n in lengths)])
