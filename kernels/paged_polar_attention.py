@@ -11,12 +11,13 @@ import math
 import torch
 
 from .backend import choose_backend, compute_dtype, without_autocast
-from .pages import gather_pages
+from .pages import gather_key_value_pages, gather_pages
 from .polar_attention import (
     PolarOutput,
     PolarStatistics,
     block_sizes,
     finish_polar_attention,
+    polar_attention,
     stream_polar_attention,
     temperature_and_null,
 )
@@ -25,10 +26,28 @@ from .visibility import Visibility, check_window
 try:
     from .paged_polar_attention_triton import paged_polar_op
     from .pages_triton import pools_fit_kernels
+    from .polar_attention_triton import serves
 except ImportError:  # no Triton here: the torch path serves every device
     paged_polar_op = None
 
 __all__ = ["paged_polar_attention"]
+
+# Chunks of a long prompt: from so many queries x heads of a group, and of the whole batch, on the
+# kernels of `polar_attention` read a copy of the pages. Their tiles were made for many queries, and
+# the copy is little beside the products of each key with so many of them.
+_GATHER_FROM = (4096, 32768)
+
+
+def _gathers(query: torch.Tensor, key_slabs: list, value_slabs: list) -> bool:
+    """Whether the pages are gathered for the kernels of `polar_attention`."""
+    B, T, H, D = query.shape
+    per_group, whole = _GATHER_FROM
+    return (
+        T * H // key_slabs[0].shape[2] >= per_group
+        and B * T * H >= whole
+        and query.dtype == key_slabs[0].dtype == value_slabs[0].dtype
+        and serves(D, query.dtype)
+    )
 
 
 def _pages_in_reach(
@@ -71,9 +90,10 @@ def paged_polar_attention(
 ) -> PolarOutput:
     """Polar attention of new queries over the pages of their rows; no gradient flows.
 
-    The new tokens' keys and values must be in the pages already. At most a block of pages is
-    gathered at a time; with a window, only the pages that it touches. The Triton path gathers
-    nothing, and the host never waits for the device.
+    The new tokens' keys and values must be in the pages already. The torch path gathers a block of
+    pages at a time; with a window, only the pages that it touches. The Triton path gathers nothing
+    for few queries, and for many this layer's pages (in reach) at once; the host never waits for
+    the device.
 
     Args:
         query: [B, T, H, D]; all results take its dtype.
@@ -106,6 +126,26 @@ def paged_polar_attention(
         and pools_fit_kernels(key_slabs, value_slabs)
     )
     if choose_backend(backend, query, "paged_polar_attention", has_triton) == "triton":
+        if _gathers(query, key_slabs, value_slabs):
+            if window is not None:
+                page_table, query_start = _pages_in_reach(
+                    page_table, query_start, num_queries, page_size, window
+                )
+            stop = query_start + num_queries
+            key, value = gather_key_value_pages(
+                key_slabs, value_slabs, page_table, stop, backend="triton"
+            )
+            with without_autocast(query):
+                return polar_attention(
+                    query,
+                    key,
+                    value,
+                    *inputs,
+                    window=window,
+                    query_start=query_start,
+                    return_statistics=return_statistics,
+                    backend="triton",
+                )
         direction, magnitude, n_eff, null_weight = paged_polar_op(
             query, key_slabs, value_slabs, page_table, query_start, *inputs, window
         )

@@ -14,11 +14,15 @@ import torch
 from .backend import choose_backend
 
 try:
-    from .pages_triton import pools_fit_kernels, write_key_value_pages_op
+    from .pages_triton import (
+        gather_key_value_pages_op,
+        pools_fit_kernels,
+        write_key_value_pages_op,
+    )
 except ImportError:  # no Triton here: the torch path serves every device
-    write_key_value_pages_op = None
+    gather_key_value_pages_op = write_key_value_pages_op = None
 
-__all__ = ["gather_pages", "write_key_value_pages", "write_pages"]
+__all__ = ["gather_key_value_pages", "gather_pages", "write_key_value_pages", "write_pages"]
 
 
 def write_pages(
@@ -119,3 +123,35 @@ def gather_pages(slabs: list[torch.Tensor], page_table: torch.Tensor) -> torch.T
             found[inside] = slab.index_select(0, pages[inside] - base)
             base += slab.shape[0]
     return found.view(page_table.shape[0], -1, *found.shape[2:])
+
+
+@torch.no_grad()
+def gather_key_value_pages(
+    key_slabs: list[torch.Tensor],
+    value_slabs: list[torch.Tensor],
+    page_table: torch.Tensor,
+    stop: torch.Tensor,
+    *,
+    backend: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`gather_pages` of a layer's keys and values at once, up to each row's `stop`.
+
+    Args:
+        key_slabs, value_slabs: the pools.
+        page_table: [B, P] page ids, int32 or int64.
+        stop: [B] integers; positions from there on are 0, whatever a page still holds.
+        backend: "auto", "triton" or "torch".
+
+    Returns:
+        Keys and values, [B, P * page_size, G, D] each, new storage.
+
+    Raises:
+        ValueError: for a backend that cannot run.
+    """
+    has_triton = gather_key_value_pages_op is not None and pools_fit_kernels(key_slabs, value_slabs)
+    if choose_backend(backend, key_slabs[0], "gather_key_value_pages", has_triton) == "triton":
+        return gather_key_value_pages_op(key_slabs, value_slabs, page_table, stop)
+    key, value = gather_pages(key_slabs, page_table), gather_pages(value_slabs, page_table)
+    beyond = torch.arange(key.shape[1], device=key.device) >= stop[:, None]
+    beyond = beyond[:, :, None, None]
+    return key.masked_fill(beyond, 0), value.masked_fill(beyond, 0)

@@ -1,6 +1,6 @@
 # Copyright 2026 The ATMA team.
 # Licensed under the Apache License, Version 2.0; see the file LICENSE.
-"""Pages in Triton: how a kernel finds one, and the writing of a layer's new keys and values."""
+"""Pages in Triton: how a kernel finds one; a layer's keys and values written, and gathered."""
 
 import torch
 
@@ -12,7 +12,13 @@ except ImportError as error:
 
 from .operators import define_operator
 
-__all__ = ["find_page", "pools_fit_kernels", "slab_arguments", "write_key_value_pages_op"]
+__all__ = [
+    "find_page",
+    "gather_key_value_pages_op",
+    "pools_fit_kernels",
+    "slab_arguments",
+    "write_key_value_pages_op",
+]
 
 # A kernel is compiled for 1, 4, 16 or 64 slabs; what is missing to the next number is filled up.
 _MAX_SLABS = 64
@@ -176,4 +182,88 @@ write_key_value_pages_op = define_operator(
     "Tensor key, Tensor value, Tensor start, Tensor? lengths) -> ()",
     write_key_value_pages_fwd,
     _write_key_value_pages_fake,
+)
+
+
+@triton.jit(do_not_specialize=["num_pages", "stride_table"])
+def gather_key_value_pages_kernel(
+    key_slabs,
+    value_slabs,
+    first_pages,
+    page_table,
+    stop,
+    key,
+    value,
+    num_pages,
+    stride_table,
+    WIDTH: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    i_b = (tl.program_id(0) // num_pages).to(tl.int64)
+    i_p = (tl.program_id(0) % num_pages).to(tl.int64)
+    page = tl.load(page_table + i_b * stride_table + i_p).to(tl.int32)
+    p_key_page = find_page(key_slabs, first_pages, page, PAGE_SIZE * WIDTH)
+    p_value_page = find_page(value_slabs, first_pages, page, PAGE_SIZE * WIDTH)
+    # Of the page's tokens, those before `stop`.
+    num_tokens = tl.load(stop + i_b).to(tl.int64) - i_p * PAGE_SIZE
+    first = (i_b * num_pages + i_p) * PAGE_SIZE * WIDTH
+    o_c = tl.arange(0, BLOCK)
+    for row in range(0, PAGE_SIZE, ROWS):
+        o_r = row + tl.arange(0, ROWS)
+        offsets = o_r[:, None] * WIDTH + o_c[None, :]
+        inside = (o_r[:, None] < PAGE_SIZE) & (o_c[None, :] < WIDTH)
+        kept = inside & (o_r[:, None] < num_tokens)
+        tl.store(key + first + offsets, tl.load(p_key_page + offsets, kept, 0.0), inside)
+        tl.store(value + first + offsets, tl.load(p_value_page + offsets, kept, 0.0), inside)
+
+
+def gather_key_value_pages_fwd(
+    key_slabs: list[torch.Tensor],
+    value_slabs: list[torch.Tensor],
+    page_table: torch.Tensor,
+    stop: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The arguments are those of `gather_key_value_pages`; slabs are contiguous."""
+    key, value = _gather_key_value_pages_fake(key_slabs, value_slabs, page_table, stop)
+    if key.numel() == 0:
+        return key, value
+    page_table = page_table if page_table.stride(1) == 1 else page_table.contiguous()
+    page_size, G, D = key_slabs[0].shape[1:]
+    key_slabs, first_pages = slab_arguments(key_slabs)
+    value_slabs, _ = slab_arguments(value_slabs)
+    BLOCK = triton.next_power_of_2(G * D)
+    with torch.cuda.device_of(key):
+        gather_key_value_pages_kernel[(page_table.numel(),)](
+            key_slabs,
+            value_slabs,
+            first_pages,
+            page_table,
+            stop.contiguous(),
+            key,
+            value,
+            page_table.shape[1],
+            page_table.stride(0),
+            WIDTH=G * D,
+            PAGE_SIZE=page_size,
+            ROWS=max(min(triton.next_power_of_2(page_size), 4096 // BLOCK), 1),
+            BLOCK=BLOCK,
+            num_warps=4,
+        )
+    return key, value
+
+
+def _gather_key_value_pages_fake(key_slabs, value_slabs, page_table, stop):
+    page_size, *sizes = key_slabs[0].shape[1:]
+    shape = (page_table.shape[0], page_table.shape[1] * page_size, *sizes)
+    return key_slabs[0].new_empty(shape), value_slabs[0].new_empty(shape)
+
+
+gather_key_value_pages_op = define_operator(
+    __name__,
+    "gather_key_value_pages(Tensor[] key_slabs, Tensor[] value_slabs, Tensor page_table, "
+    "Tensor stop) -> (Tensor, Tensor)",
+    gather_key_value_pages_fwd,
+    _gather_key_value_pages_fake,
 )

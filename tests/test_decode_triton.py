@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from atma import modeling_atma
 from atma.cache_atma import AtmaCache
 from atma.decode_layer_atma import fused_step
+from atma.kernels import paged_polar_attention as paged_polar_attention_module
 from atma.kernels.backend import INTERPRETED
 from atma.kernels.decode_convolution import (
     canon_step,
@@ -17,7 +18,12 @@ from atma.kernels.decode_convolution import (
 from atma.kernels.decode_linear import project_step, project_sum_step
 from atma.kernels.gated_delta import gated_delta_reference, gated_delta_step
 from atma.kernels.paged_polar_attention import paged_polar_attention
-from atma.kernels.pages import gather_pages, write_key_value_pages, write_pages
+from atma.kernels.pages import (
+    gather_key_value_pages,
+    gather_pages,
+    write_key_value_pages,
+    write_pages,
+)
 from atma.kernels.polar_attention import polar_attention_reference
 from atma.kernels.short_convolution import (
     causal_conv1d_reference,
@@ -131,6 +137,71 @@ def test_pages_read_as_the_whole(name):
     B, T, H, G, D, page_size, pages, slabs, starts, window = ATTENTION[name]
     pools = make_pools(B, page_size, pages, G, D, torch.float32, slabs)
     assert_attends(strided(B, T, H, D), *pools, integers(starts), window)
+
+
+@pytest.fixture
+def gathered(monkeypatch):
+    """Every call counts as one of many queries; the list has one entry for each that gathered."""
+    calls = []
+
+    def gather(*arguments, **options):
+        calls.append(arguments)
+        return gather_key_value_pages(*arguments, **options)
+
+    monkeypatch.setattr(paged_polar_attention_module, "_GATHER_FROM", (0, 0))
+    monkeypatch.setattr(paged_polar_attention_module, "gather_key_value_pages", gather)
+    return calls
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_many_queries_read_a_copy_of_the_pages(name, gathered):
+    test_pages_read_as_the_whole(name)
+    assert len(gathered) == 1
+
+
+@pytest.mark.parametrize("pool_dtype", [torch.float32, torch.float16])
+def test_copies_are_read_in_the_dtype_of_the_queries(pool_dtype, gathered):
+    pools = make_pools(2, 16, 4, 1, 16, pool_dtype, 1)
+    assert_attends(random(2, 2, 2, 16, dtype=torch.float16), *pools, integers([3, 60]))
+    assert len(gathered) == (pool_dtype == torch.float16)  # else the kernels for pages convert
+
+
+def test_copies_hold_nothing_from_beyond_the_queries(gathered):
+    keys, values, table = make_pools(2, 16, 6, 1, 16, torch.float32, 1)
+    start = integers([30, 70])
+    for pool in (keys, values):
+        for row, first in enumerate(start.tolist()):
+            for position in range(first + 2, 96):
+                pool[0][table[row, position // 16], position % 16] = torch.nan
+    assert_attends(random(2, 2, 2, 16), keys, values, table, start)
+    assert len(gathered) == 1
+
+
+def test_few_queries_read_the_pages_themselves(monkeypatch):
+    """From 4096 queries x heads of a group on, and 32768 of the batch."""
+    decide = paged_polar_attention_module._gathers
+    pool = [torch.empty(2, 64, 2, 128, dtype=torch.bfloat16, device="meta")]
+    for batch, tokens, expected in (
+        (1, 1, False), (64, 1, False), (1, 1024, False), (4, 1024, True), (1, 4095, False),
+        (1, 4096, True), (64, 1023, False),
+    ):  # fmt: skip
+        query = torch.empty(batch, tokens, 8, 128, dtype=torch.bfloat16, device="meta")
+        assert decide(query, pool, pool) == expected
+
+
+@pytest.mark.parametrize("slabs", [1, 3])
+@pytest.mark.parametrize("page_size, head_dim", [(4, 16), (36, 24), (64, 128)])
+def test_keys_and_values_are_gathered_as_apart(slabs, page_size, head_dim):
+    keys, values, table = make_pools(3, page_size, 3, 2, head_dim, torch.bfloat16, slabs)
+    stop = integers([0, page_size + 1, 3 * page_size + 5])
+    found = gather_key_value_pages(keys, values, table, stop, backend="triton")
+    expected = gather_key_value_pages(keys, values, table, stop, backend="torch")
+    for x, y, pool in zip(found, expected, (keys, values), strict=True):
+        assert torch.equal(x, y)
+        whole = gather_pages(pool, table)
+        assert torch.equal(x[2], whole[2]) and not x[0].any()
+        assert torch.equal(x[1, : page_size + 1], whole[1, : page_size + 1])
+        assert not x[1, page_size + 1 :].any()
 
 
 @pytest.mark.parametrize("query_dtype", DTYPES)
@@ -489,7 +560,7 @@ def operators():
     )
     from atma.kernels.decode_linear_triton import project_step_op, project_sum_step_op
     from atma.kernels.gated_delta_step_triton import gated_delta_step_op
-    from atma.kernels.pages_triton import write_key_value_pages_op
+    from atma.kernels.pages_triton import gather_key_value_pages_op, write_key_value_pages_op
 
     vectors, gates, readout_gate, state = step_inputs(1, 1, 2, 1, 16, torch.float32)
     pools, start = make_pools(1, 16, 2, 1, 16, torch.float32, 1), integers([3])
@@ -504,6 +575,7 @@ def operators():
             (*vectors, *gates, readout_gate, None, state, 3.9, 0.0, 1.0),
         ),
         "pages": (write_key_value_pages_op, (*pools, *vectors[1:], start, None)),
+        "copy of pages": (gather_key_value_pages_op, (*pools, start)),
         "canon": (
             canon_step_op,
             (random(1, 1, 16).split((8, 4, 4), -1), [random(C, 3) for C in (8, 4, 4)], window)
@@ -534,6 +606,7 @@ def operators():
         "attention",
         "memory",
         "pages",
+        "copy of pages",
         "canon",
         "convolution",
         "gated convolution",

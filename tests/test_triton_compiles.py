@@ -101,7 +101,7 @@ def launched_kernels() -> set[str]:
     }
 
 
-def use_everything() -> None:
+def use_everything(monkeypatch) -> None:
     """Training, packed training, prefill and decoding, with one and with several new tokens."""
     config = AtmaConfig(
         vocab_size=512,
@@ -129,9 +129,12 @@ def use_everything() -> None:
             model(ids[:, :new], past_key_values=cache)
         cache = model(ids[:1]).past_key_values
         model(ids[:1, :1], past_key_values=cache)  # one row: the fused step
+        paged = sys.modules["atma.kernels.paged_polar_attention"]
+        monkeypatch.setattr(paged, "_GATHER_FROM", (0, 0))
+        model(ids[:1, :40], past_key_values=cache)  # as if it were a chunk of a long prompt
 
 
 @pytest.mark.parametrize("compiled", [(9, 0), (8, 0)], indirect=True, ids=["sm_90", "sm_80"])
-def test_every_kernel_compiles(compiled):
-    use_everything()
+def test_every_kernel_compiles(compiled, monkeypatch):
+    use_everything(monkeypatch)
     assert compiled == launched_kernels()
