@@ -61,7 +61,10 @@ def main() -> None:
             if not console.is_terminal:  # where nothing is seen before the end
                 print(time.strftime("%X"), states, flush=True)
 
-        scheduler = Scheduler(cells, devices, arguments.stop_after, show)
+        try:
+            scheduler = Scheduler(cells, devices, arguments.stop_after, show)
+        except ValueError as error:
+            raise SystemExit(f"{error}") from error
         live.update(status(scheduler.states))
         states = scheduler.run()
     results = collect(cells)

@@ -32,6 +32,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+MEASURED = ("model", "data", "split", "dtype")  # of a results file, beside its settings
+
 
 def tokens(text: str) -> int:
     """`2K`, `1M` or a plain number."""
@@ -67,7 +69,8 @@ def parse_arguments() -> argparse.Namespace:
     add("--generated", defaults.generated, "answers by generate() of each", type=int)
     add(
         "--give-up-below", defaults.give_up_below,
-        "share of answers at one length under which longer ones are left out", type=float,
+        "share of right answer tokens, 0 to 1, under which longer contexts are left out; 0: never",
+        type=float,
     )  # fmt: skip
     add("--tokens-at-once", defaults.tokens_at_once, "rows of a batch times length", type=int)
     add("--chunk", None, "tokens of one call, 0 for all; by the model if not given", type=int)
@@ -91,18 +94,35 @@ def load(arguments: argparse.Namespace, longest_half_life: float | None):
     return model.to(arguments.device).eval()
 
 
+def parts_of(path: Path, result: dict) -> dict:
+    """The parts of an earlier call, which must have measured the same model in the same way."""
+    before = json.loads(path.read_text())
+    now = {name: result[name] for name in MEASURED} | json.loads(json.dumps(result["settings"]))
+    # What did not exist then has a default that does what was done then.
+    past = now | vars(EvaluationSettings()) | before["settings"]
+    past |= {name: before[name] for name in MEASURED if name in before}
+    for name, value in now.items():
+        if past[name] != value:
+            raise SystemExit(
+                f"{path} was measured with other settings ({name} was {past[name]!r}, is "
+                f"{value!r}): delete it, or choose another --output."
+            )
+    return before["parts"]
+
+
 def main() -> None:
     arguments = parse_arguments()
     fields = {name: getattr(arguments, name) for name in vars(EvaluationSettings())}
-    settings = EvaluationSettings(**fields)
+    try:
+        settings = EvaluationSettings(**fields)
+    except ValueError as error:
+        raise SystemExit(f"{error}") from error
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     shards = Shards(arguments.data, arguments.split)
-    result = {"model": arguments.model, "dtype": arguments.dtype, "settings": fields, "parts": {}}
+    result = {name: getattr(arguments, name) for name in MEASURED}
+    result |= {"settings": fields, "parts": {}}
     if arguments.output.exists():
-        before = json.loads(arguments.output.read_text())
-        if before["settings"] != json.loads(json.dumps(fields)):
-            raise SystemExit(f"{arguments.output} was measured with other settings: delete it.")
-        result["parts"] = before["parts"]
+        result["parts"] = parts_of(arguments.output, result)
     result["conditions"] = conditions()
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
 

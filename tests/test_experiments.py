@@ -202,7 +202,7 @@ def test_a_passage_stands_twice_in_a_share_of_the_rows(folder):
     length = 96
     plain = Rows(shards, length, 200, seed=3)
     rows = Rows(shards, length, 200, seed=3, repeated_rows=0.25)
-    places = []
+    places, copies = [], []
     for i in range(200):
         before, after = (x[i]["input_ids"].numpy() for x in (plain, rows))
         assert torch.equal(plain[i]["starts"], rows[i]["starts"])
@@ -210,12 +210,16 @@ def test_a_passage_stands_twice_in_a_share_of_the_rows(folder):
         if len(changed):
             second, stop = changed[0], changed[-1] + 1
             copied = after[second:stop].tolist()
+            copies.append(copied)
             starts = range(0, second - len(copied) + 1)
             places += [s for s in starts if after[s : s + len(copied)].tolist() == copied][:1]
             assert len(copied) <= length // 2
     # Every change is a copy of what stands before it, in about a quarter of the rows.
     changed = sum(not torch.equal(plain[i]["input_ids"], rows[i]["input_ids"]) for i in range(200))
     assert len(places) == changed and 30 < changed < 70 and len(set(places)) > 10
+    assert len({len(copy) for copy in copies}) > 10
+    with pytest.raises(ValueError, match="seed"):
+        Rows(shards, length, 200, repeated_rows=0.25)
     again = Rows(shards, length, 200, seed=3, repeated_rows=0.25)
     assert all(torch.equal(again[i]["input_ids"], rows[i]["input_ids"]) for i in (199, 3, 50))
 
@@ -354,8 +358,8 @@ def test_a_run_keeps_the_recipe_and_says_what_it_did(straight):
 
 
 def test_the_trainer_reads_the_rows_in_their_order(folder):
-    trainer = training.build_trainer(run_settings(folder, "unused"))
-    rows = Rows(Shards(folder / "data", "train"), 48, 6 * 8, seed=0)
+    trainer = training.build_trainer(run_settings(folder, "unused", repeated_rows=0.5))
+    rows = Rows(Shards(folder / "data", "train"), 48, 6 * 8, seed=0, repeated_rows=0.5)
     for i, batch in zip(range(3), trainer.get_train_dataloader(), strict=False):
         expected = stack_rows([rows[2 * i], rows[2 * i + 1]])
         assert torch.equal(batch["input_ids"], expected["input_ids"])
@@ -400,6 +404,28 @@ def test_no_step_waits_for_the_device(folder):
     run.add_callback(Watch())
     run.train()
     assert run.state.global_step == 6 and not watched.places
+
+
+def test_one_loss_that_is_not_finite_stays_in_its_own_log(folder, monkeypatch):
+    run = training.build_trainer(run_settings(folder, "infinite", trainer={"save_steps": 100}))
+    step = run.training_step
+
+    def training_step(*args, **kwargs):
+        loss = step(*args, **kwargs)
+        return loss * float("inf") if run.state.global_step == 2 else loss
+
+    monkeypatch.setattr(run, "training_step", training_step)
+    run.train()
+    losses = [entry["loss"] for entry in run.state.log_history if "loss" in entry]
+    assert [bool(np.isfinite(loss)) for loss in losses] == [True, True, False, True, True, True]
+
+
+def test_a_setting_of_accelerate_keeps_the_others(folder, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for given in ({}, {"accelerator_config": {"even_batches": False}}):
+        arguments = training.training_arguments(run_settings(folder, "unused", trainer=given))
+        assert arguments.accelerator_config.non_blocking
+        assert arguments.accelerator_config.even_batches == (not given)
 
 
 def test_a_run_that_was_stopped_goes_on_bitwise(folder):

@@ -130,7 +130,7 @@ def test_induction_repeats_the_very_tokens_and_decides_digit_by_digit(tokenizer)
 
 def test_document_losses_are_those_of_nested_prefixes(model, tokenizer, shards, close):
     evaluation = Evaluation(model, tokenizer, shards, SETTINGS)
-    *rows, last = evaluation.document_losses()
+    *rows, last = evaluation.nested_losses()
     [expected] = evaluation.context_loss(256)
     assert last.pop("measure") == expected.pop("measure")
     assert last == pytest.approx(expected, rel=1e-4)
@@ -180,6 +180,13 @@ def test_retrieval_is_what_the_model_would_say(model, tokenizer, shards, monkeyp
 
     monkeypatch.setattr(evaluation.prompts, "draw", answered)
     monkeypatch.setattr(evaluation.prompts, "digits", lambda answer: range(len(answer)))
+    drawn = [draw("induction", 128, 0.5, i) for i in range(3)]
+    whole = [np.concatenate(pair) for pair in drawn]
+    pairs = [(ids[:-n], ids[-n:]) for ids, n in zip(whole, (1, 2, 1), strict=True)]
+    answers = evaluation._generate(pairs, 128)
+    for answer, (prompt, _), n in zip(answers, pairs, (1, 2, 1), strict=True):
+        ids = torch.from_numpy(prompt)[None]
+        assert answer == model.generate(ids, max_new_tokens=n, do_sample=False)[0, -n:].tolist()
     [row] = evaluation.retrieval("induction", 128, 0.5)
     assert row["needles"] == 3 and row["depth"] == 0.5
     assert row["exact_match"] == row["accuracy"] == pytest.approx(2 / 3)
@@ -196,7 +203,7 @@ def test_retrieval_may_be_measured_alone(model, tokenizer, shards):
 def test_too_few_long_documents_are_refused(model, tokenizer, shards):
     settings = EvaluationSettings(lengths=[64], min_documents=3)
     with pytest.raises(ValueError, match="shorter --lengths"):
-        Evaluation(model, tokenizer, shards, settings).document_losses()
+        Evaluation(model, tokenizer, shards, settings).nested_losses()
 
 
 def test_the_metrics_of_the_evaluate_library_agree():
@@ -234,9 +241,24 @@ def test_the_evaluation_script_does_what_is_missing(
     capsys.readouterr()
     script.main()
     assert "measure" not in capsys.readouterr().out  # nothing was measured twice
-    monkeypatch.setattr(sys, "argv", [*arguments, "--seed", "1"])
-    with pytest.raises(SystemExit, match="other settings"):
-        script.main()
+    for changed, message in (
+        (["--seed", "1"], "seed was 0, is 1"),
+        (["--split", "train"], "split was 'long', is 'train'"),
+        (["--give-up-below", "5"], "from 0 to 1"),
+    ):
+        monkeypatch.setattr(sys, "argv", [*arguments, *changed])
+        if changed[1] == "train":
+            for path in shards.folder.glob("long-*"):
+                shutil.copy(path, path.with_name(path.name.replace("long", "train")))
+        with pytest.raises(SystemExit, match=message):
+            script.main()
+    # A file from before a setting existed, whose default keeps what was done.
+    for name in ("give_up_below", "data", "split"):
+        (result["settings"] if name in result["settings"] else result).pop(name)
+    (tmp_path / "evaluation.json").write_text(json.dumps(result))
+    monkeypatch.setattr(sys, "argv", arguments)
+    script.main()
+    assert "measure" not in capsys.readouterr().out
 
 
 def test_longer_contexts_are_left_out_once_answers_are_lost(
@@ -248,8 +270,12 @@ def test_longer_contexts_are_left_out_once_answers_are_lost(
     script = load_script("evaluate")
     right = {"passkey": {0.0: 200, 0.5: 100}, "induction": {0.0: 400, 0.5: 100}}
 
+    def reach(limit, task, depth):
+        return right[task][depth] if limit is None else 200
+
     def retrieval(self, task, length, depth):
-        accuracy = 0.9 if length <= right[task][depth] else 0.1
+        limit = self.model.config.memory_max_half_life
+        accuracy = 0.9 if length <= reach(limit, task, depth) else 0.1
         return [{"measure": task, "length": length, "depth": depth, "accuracy": accuracy}]
 
     monkeypatch.setattr(script.Evaluation, "retrieval", retrieval)
@@ -262,11 +288,9 @@ def test_longer_contexts_are_left_out_once_answers_are_lost(
     result = json.loads((tmp_path / "evaluation.json").read_text())
     rows = [row for part in result["parts"].values() for row in part["rows"]]
     for limit in (None, 4.0):
-        for task, depth, longest in (
-            ("passkey", 0.0, 300), ("passkey", 0.5, 200),
-            ("induction", 0.0, 400), ("induction", 0.5, 200),
-        ):  # fmt: skip
+        for task, depth in ((t, d) for t in right for d in right[t]):
             key = limit, task, depth
+            longest = min(reach(*key) + 100, 400)  # the first that is lost is measured
             lengths = [
                 row["length"]
                 for row in rows
@@ -359,6 +383,14 @@ def test_cells_run_on_every_device_and_go_on_after_a_stop(cells, tmp_path, monke
         (cells[-1].folder / name).write_text("old")
     assert grid.Scheduler(cells, [0]).run()["nope-bare"] == "failed in training"
     assert not list(cells[-1].folder.glob("*.json"))
+    # A run with other settings is neither taken for this one nor thrown away.
+    run = cells[0].folder / "run.yaml"
+    settings = run.read_text()
+    run.write_text(settings.replace("steps: 7", "steps: 70"))
+    with pytest.raises(ValueError, match="another steps .70, now 7."):
+        grid.Scheduler(cells, [0])
+    run.write_text(settings.replace("data: data", "data: elsewhere") + "trainer: {save_steps: 3}")
+    grid.Scheduler(cells, [0])
     # A folder that cannot be written is this cell's failure alone.
     shutil.rmtree(cells[-1].folder)
     cells[-1].folder.write_text("in the way")
@@ -407,6 +439,21 @@ def test_tables_and_plots_show_every_run_and_length(tmp_path):
     assert written == {path.name for path in tmp_path.glob("*.png")}
     assert {"document_loss.png", "induction.png", "induction_map.png"} <= written
     assert "induction_depths_nope.png" in written
+    # The half-life of 256 has losses alone: no empty rows of it.
+    retrieval = text[text.index("Retrieval") :]
+    assert "half-life" not in retrieval and "half-life 256" in text
+
+
+def test_needles_at_other_depths_alone_are_shown(tmp_path):
+    results = fake_results()
+    for result in results:
+        kept = [row for row in result["rows"] if row.get("depth") == 0.5]
+        result["rows"] = kept
+    text = report(results)
+    assert "| 0.5 | 40.0% | 40.0% |" in text and "answers that are right\n" not in text
+    written = {path.name for path in plot_all(results, tmp_path)}
+    assert written == {"induction_depths_nope.png", "induction_depths_polar-memory.png"}
+    assert written == {path.name for path in tmp_path.glob("*.png")}
 
 
 def test_a_model_card_takes_the_tables_once(tmp_path, monkeypatch):

@@ -47,6 +47,10 @@ class EvaluationSettings:
     chunk: int | None = None
     seed: int = 0
 
+    def __post_init__(self):
+        if not 0 <= self.give_up_below <= 1:
+            raise ValueError(f"give_up_below is a share from 0 to 1, got {self.give_up_below}.")
+
     def needles_at(self, length: int) -> int:
         return max(min(self.needles, self.needle_tokens // length), min(self.needles, 4))
 
@@ -66,7 +70,7 @@ class Evaluation:
     def parts(self) -> Iterator[tuple[str, dict]]:
         """(name of the method, its arguments) of all that is to be measured."""
         if self.settings.documents:
-            yield "document_losses", {}
+            yield "nested_losses", {}
             _, longest = self.documents()
             for length in self.settings.lengths:
                 if length < longest:
@@ -109,10 +113,10 @@ class Evaluation:
             yield torch.from_numpy(np.stack(rows[start : start + size]))
 
     def num_bytes(self, ids: np.ndarray) -> int:
-        """Bytes of the text; a character that an end cuts in two counts as 3 at most."""
+        """Bytes of the text; each part of a character that an end cuts in two counts as 3 or so."""
         return len(self.tokenizer.decode(ids, skip_special_tokens=True).encode())
 
-    def document_losses(self) -> list[dict]:
+    def nested_losses(self) -> list[dict]:
         """
         For each length the loss of the same documents up to there, nested prefixes of one reading:
         nats per token, bits per byte, and nats per token of the prefix's second half. At the end

@@ -45,10 +45,33 @@ class Cell:
         """Results alone, of a run whose model was left elsewhere, cannot be measured."""
         return self.result.exists() and (self.folder / "model").exists()
 
+    def refuse_other_settings(self) -> None:
+        """Raises `ValueError` if the folder holds a run that is trained in another way."""
+        path = self.folder / "run.yaml"
+        if not path.exists():
+            return
+        before, now = (what_is_trained(run) for run in (read_yaml(path), self.run))
+        changed = sorted(n for n in before | now if before.get(n) != now.get(n))
+        if changed:
+            raise ValueError(
+                f"{self.folder} holds a run with another {changed[0]} ({before.get(changed[0])!r}, "
+                f"now {now.get(changed[0])!r}): choose another output, or delete the folder."
+            )
+
     @property
     def done(self) -> Path:
         """Says that all commands of the cell came to their end."""
         return self.folder / "done"
+
+
+def what_is_trained(run: dict) -> dict:
+    """The settings of a run without those that say where files are, and when they are written."""
+    trainer = {
+        name: value
+        for name, value in run.get("trainer", {}).items()
+        if not name.startswith(("save_", "logging_", "dataloader_", "report_to", "disable_tqdm"))
+    }
+    return {n: v for n, v in run.items() if n not in ("data", "output")} | {"trainer": trainer}
 
 
 def read_grid(path: str | Path, data: str | None = None, output: str | None = None) -> list[Cell]:
@@ -111,6 +134,8 @@ class Scheduler:
     Args:
         stop_after: seconds, after which every cell saves a checkpoint and stops.
         on_change: called with {cell name: state} at every change.
+
+    Raises `ValueError` for a cell whose folder holds a run with other settings.
     """
 
     def __init__(
@@ -121,6 +146,8 @@ class Scheduler:
         on_change: Callable[[dict[str, str]], None] = lambda states: None,
     ):
         self.cells, self.devices, self.on_change = list(cells), list(devices), on_change
+        for cell in self.cells:
+            cell.refuse_other_settings()
         self.deadline = time.monotonic() + (stop_after or float("inf"))
         self.states = {c.name: "done" if c.done.exists() else "waiting" for c in self.cells}
         self._waiting = [cell for cell in self.cells if not cell.done.exists()]

@@ -150,18 +150,20 @@ def plot_all(results: list[dict], folder: Path) -> list[Path]:
     written = []
     for measure in sorted(measures):
         path = folder / f"{measure}.png"
-        written.append(path)
         if measure in LOSSES:
             title = f"Loss: {LOSSES[measure]}"
             plot_by_length(results, measure, "nats_per_token", path, title, "nats per token")
+            written.append(path)
             continue
         title, label = f"Retrieval: {measure}", "accuracy of answer tokens"
-        plot_by_length(results, measure, "accuracy", path, title, label)
-        written.append(folder / f"{measure}_map.png")
-        plot_heat_map(results, measure, written[-1], f"{title}, accuracy in percent")
+        if curves(results, measure):
+            plot_by_length(results, measure, "accuracy", path, title, label)
+            map_path = folder / f"{measure}_map.png"
+            plot_heat_map(results, measure, map_path, f"{title}, accuracy in percent")
+            written += [path, map_path]
         for result in results:
             rows = select(result, measure)
-            if len({row["depth"] for row in rows}) > 1:
+            if {row["depth"] for row in rows} - {0.0}:
                 written.append(folder / f"{measure}_depths_{result['name']}.png")
                 plot_depths(result, measure, written[-1], f"{title}, {result['name']}")
     return written
@@ -220,7 +222,11 @@ def report(results: list[dict]) -> str:
         sections.append("Training\n\n" + training_table(trained))
 
     def add(measure: str, key: str, form: str, title: str) -> None:
-        if any(row["measure"] == measure and key in row for r in results for row in r["rows"]):
+        if any(
+            key in row
+            for _, r, limit in curves(results, measure)
+            for row in select(r, measure, None, limit)
+        ):
             sections.append(f"{title}\n\n" + length_table(results, measure, key, form))
 
     for measure in sorted(measures & set(LOSSES)):
@@ -235,7 +241,7 @@ def report(results: list[dict]) -> str:
         ):
             add(measure, key, ".1%", f"Retrieval, {measure}: {what}")
         for result in results:
-            if len({row["depth"] for row in select(result, measure)}) > 1:
+            if {row["depth"] for row in select(result, measure)} - {0.0}:
                 title = f"Retrieval, {measure}, {result['name']}: answer tokens by needle's depth"
                 sections.append(f"{title}\n\n" + depth_table(result, measure))
     return "\n\n".join(sections) + "\n"

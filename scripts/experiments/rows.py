@@ -31,6 +31,8 @@ class Rows(Dataset):
         repeated_rows: float = 0.0,
     ):
         self.shards, self.length, self.seed = shards, length, seed
+        if repeated_rows and seed is None:
+            raise ValueError("Which rows repeat a passage follows from the seed: give one.")
         self.repeated_rows = repeated_rows
         self.rows_in_stream = shards.num_tokens // length
         if self.rows_in_stream == 0:

@@ -54,6 +54,8 @@ class PretrainingTrainer(Trainer):
             logs |= self._speed(*self._mark)
         if "loss" in logs:
             self._mark = time.perf_counter(), self.state.global_step
+            # Trainer subtracts what it logged: a loss that is not finite would stay in all sums.
+            self._tr_loss.zero_()
         super().log(logs, start_time)
 
     def _speed(self, since: float, step: int) -> dict[str, float]:
@@ -80,7 +82,10 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 class StopAfter(TrainerCallback):
-    """Saves a checkpoint and stops after `deadline`, on all processes in one step."""
+    """
+    Saves a checkpoint and stops after `deadline`, on all processes in one step (several processes
+    agree at the steps that are logged).
+    """
 
     def __init__(self, deadline: float):
         self.deadline = deadline
@@ -88,7 +93,9 @@ class StopAfter(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         over = time.monotonic() > self.deadline
         if args.world_size > 1:
-            # (One process alone must not wait here for its device in every step.)
+            # Where a log waits for the device anyway: launches have to run ahead of it.
+            if state.global_step % state.logging_steps:
+                return
             agreed = torch.tensor([over], device=args.device)
             torch.distributed.broadcast(agreed, src=0)
             over = agreed.item()
@@ -138,7 +145,6 @@ def training_arguments(settings: RunSettings) -> TrainingArguments:
         "logging_steps": 10,
         # In every pass the filter would wait for the loss, and the GPU then for the next launches.
         "logging_nan_inf_filter": False,
-        "accelerator_config": {"non_blocking": torch.cuda.is_available()},  # likewise, for the rows
         "save_steps": 100,
         "save_total_limit": 1,
         "report_to": "none",
@@ -152,6 +158,10 @@ def training_arguments(settings: RunSettings) -> TrainingArguments:
         name: "no" if value is False and name.endswith("_strategy") else value
         for name, value in settings.trainer.items()
     }
+    if isinstance(given.setdefault("accelerator_config", {}), dict):  # or the path of a file
+        # Rows are likewise copied without waiting.
+        copies = {"non_blocking": torch.cuda.is_available()}
+        given["accelerator_config"] = copies | given["accelerator_config"]
     arguments = TrainingArguments(
         **{**defaults, **given},
         output_dir=settings.output,
