@@ -624,6 +624,10 @@ class AtmaModel(AtmaPreTrainedModel):
     """The decoder: embeddings, decoder layers, final norm."""
 
     def __init__(self, config: AtmaConfig):
+        # from_pretrained(..., field=value) sets fields that nobody has looked at; fewer layers are
+        # the first ones.
+        config.layer_types = config.layer_types[: config.num_hidden_layers]
+        config.validate_layer_type()
         super().__init__(config)
         self.vocab_size = config.vocab_size
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)

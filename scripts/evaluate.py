@@ -38,11 +38,12 @@ MEASURED = ("model", "data", "split", "dtype")  # of a results file, beside its 
 def tokens(text: str) -> int:
     """`2K`, `1M` or a plain number."""
     units = {"K": 2**10, "M": 2**20}
-    return int(text[:-1]) * units[text[-1]] if text[-1:] in units else int(text)
+    number, unit = text[:-1], text[-1:].upper()
+    return int(number) * units[unit] if unit in units else int(text)
 
 
 def half_life(text: str) -> float | None:
-    return None if text == "none" else float(text)
+    return None if text.lower() == "none" else float(text)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -145,7 +146,9 @@ def main() -> None:
                     for row in part["rows"]
                     if row["half_life"] == limit
                 ]
-                if name not in result["parts"] and not evaluation.gives_up(options, done):
+                if evaluation.gives_up(options, done):
+                    console.print(f"Left out: {name}", highlight=False)
+                elif name not in result["parts"]:
                     if time.monotonic() > deadline:
                         console.print("Out of time; the same command does what is missing.")
                         raise SystemExit(os.EX_TEMPFAIL)

@@ -12,10 +12,12 @@ packed without padding. The same command goes on from the last checkpoint.
 
 import argparse
 import sys
+from pathlib import Path
 
 import atma  # noqa: F401, makes the model known to the Auto classes
 import torch
 from experiments.checkpoints import last_checkpoint
+from experiments.files import RUN_SETTINGS, refuse_other_settings, write_json
 from experiments.finetuning import encode_examples, load_examples, set_chat_template
 from experiments.settings import parse_override
 from transformers import (
@@ -88,6 +90,11 @@ def training_arguments(arguments: argparse.Namespace) -> TrainingArguments:
 
 def main() -> None:
     arguments = parse_arguments()
+    if arguments.merge and not arguments.lora_rank:
+        raise SystemExit("--merge needs --lora-rank: there is nothing to merge without an adapter.")
+    begun = {name: value for name, value in vars(arguments).items() if name != "output"}
+    begun_with = Path(arguments.output) / RUN_SETTINGS
+    refuse_other_settings(begun_with, begun)
     settings = training_arguments(arguments)
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     examples = load_examples(arguments.data, arguments.split)
@@ -123,6 +130,9 @@ def main() -> None:
         data_collator=DataCollatorWithFlattening(),
         processing_class=tokenizer,
     )
+    if trainer.is_world_process_zero():
+        begun_with.parent.mkdir(parents=True, exist_ok=True)
+        write_json(begun_with, begun)
     trainer.train(resume_from_checkpoint=last_checkpoint(arguments.output))
     model = trainer.accelerator.unwrap_model(trainer.model)
     model.config.use_cache = True  # Trainer switches it off; the saved model wants it

@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("results", type=Path, nargs="+", help="JSON files")
     parser.add_argument("--output", type=Path, required=True, help="folder of plots and tables.md")
     parser.add_argument("--only", nargs="+", help="names of runs (default: all)")
-    parser.add_argument("--model-card", type=Path, help="card to put the tables into")
+    parser.add_argument("--model-card", type=Path, help="card to put the tables into, or to begin")
     arguments = parser.parse_args()
     results = [result for path in arguments.results for result in read_results(path)]
     if arguments.only:
@@ -55,6 +55,8 @@ def main() -> None:
     print(arguments.output / "tables.md")
     if arguments.model_card:
         card = arguments.model_card
+        if not card.exists():
+            card.write_text(f"# {card.resolve().parent.name}\n")
         card.write_text(update_card(card.read_text(), tables))
         print(card)
 

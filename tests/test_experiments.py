@@ -428,6 +428,18 @@ def test_a_setting_of_accelerate_keeps_the_others(folder, monkeypatch):
         assert arguments.accelerator_config.even_batches == (not given)
 
 
+def test_a_folder_of_another_run_is_refused_before_anything_is_lost(folder):
+    training.train(run_settings(folder, "first", steps=2))
+    before = (folder / "first" / "result.json").read_bytes()
+    for changes, name in (({"steps": 3}, "steps was 2, is 3"), ({"seed": 1}, "seed was 0, is 1")):
+        with pytest.raises(ValueError, match=name):
+            training.train(run_settings(folder, "first", **{"steps": 2} | changes))
+    assert (folder / "first" / "result.json").read_bytes() == before
+    # How it is run may change.
+    changes = {"steps": 2, "rows_per_device": 4, "trainer": {"save_steps": 50}}
+    training.train(run_settings(folder, "first", **changes))
+
+
 def test_a_run_that_was_stopped_goes_on_bitwise(folder):
     changes = {"steps": 4, "model": {"distractor_keys": 3}, "trainer": {"save_steps": 10}}
     settings = run_settings(folder, "stopped", **changes)

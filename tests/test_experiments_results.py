@@ -20,10 +20,12 @@ sys.path.append(str(SCRIPTS))
 
 from experiments import grid  # noqa: E402
 from experiments.evaluation import Evaluation, EvaluationSettings  # noqa: E402
+from experiments.files import write_json  # noqa: E402
 from experiments.metrics import BitsPerByte, NeedleAccuracy  # noqa: E402
 from experiments.needles import TASKS, Prompts, needle_scores  # noqa: E402
 from experiments.plots import plot_all, report  # noqa: E402
 from experiments.reading import Reader  # noqa: E402
+from experiments.settings import RunSettings, build  # noqa: E402
 from experiments.shards import Shards, token_dtype, write_shard  # noqa: E402
 from experiments.tokenizer import train_tokenizer  # noqa: E402
 
@@ -202,7 +204,7 @@ def test_retrieval_may_be_measured_alone(model, tokenizer, shards):
 
 def test_too_few_long_documents_are_refused(model, tokenizer, shards):
     settings = EvaluationSettings(lengths=[64], min_documents=3)
-    with pytest.raises(ValueError, match="shorter --lengths"):
+    with pytest.raises(ValueError, match="lower --min-documents"):
         Evaluation(model, tokenizer, shards, settings).nested_losses()
 
 
@@ -384,13 +386,14 @@ def test_cells_run_on_every_device_and_go_on_after_a_stop(cells, tmp_path, monke
     assert grid.Scheduler(cells, [0]).run()["nope-bare"] == "failed in training"
     assert not list(cells[-1].folder.glob("*.json"))
     # A run with other settings is neither taken for this one nor thrown away.
-    run = cells[0].folder / "run.yaml"
-    settings = run.read_text()
-    run.write_text(settings.replace("steps: 7", "steps: 70"))
-    with pytest.raises(ValueError, match="another steps .70, now 7."):
-        grid.Scheduler(cells, [0])
-    run.write_text(settings.replace("data: data", "data: elsewhere") + "trainer: {save_steps: 3}")
+    changes = {"data": "elsewhere", "trainer": {"save_steps": 3}}
+    other = build(RunSettings, cells[0].run | changes).identity()
+    write_json(cells[0].folder / "run_settings.json", other)
     grid.Scheduler(cells, [0])
+    write_json(cells[0].folder / "run_settings.json", other | {"steps": 70})
+    with pytest.raises(ValueError, match="steps was 70, is 7"):
+        grid.Scheduler(cells, [0])
+    (cells[0].folder / "run_settings.json").unlink()
     # A folder that cannot be written is this cell's failure alone.
     shutil.rmtree(cells[-1].folder)
     cells[-1].folder.write_text("in the way")
@@ -516,6 +519,9 @@ def test_a_checkpoint_is_finetuned(model, tokenizer, tmp_path, monkeypatch, what
         arguments += [str(SCRIPTS / "configs" / "chat_template.jinja")]
     monkeypatch.setattr(sys, "argv", arguments)
     load_script("finetune").main()
+    monkeypatch.setattr(sys, "argv", [*arguments, "--learning-rate", "1"])
+    with pytest.raises(ValueError, match="learning_rate was 0.01, is 1.0"):
+        load_script("finetune").main()
     tuned = AtmaForCausalLM.from_pretrained(tmp_path / "out" / "model")
     name = "model.layers.1.mixer.q_proj.weight"
     assert not torch.equal(tuned.state_dict()[name], model.state_dict()[name])

@@ -167,3 +167,32 @@ def test_cpu_offload_changes_nothing(make_model, tokens):
         assert torch.equal(model(ids, labels=ids).loss, plain(ids, labels=ids).loss)
     options = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
     assert torch.equal(model.generate(ids, **options), plain.generate(ids, **options))
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("attention_type", "foo"),
+        ("memory_max_half_life", -1.0),
+        ("memory_max_half_life", float("nan")),
+        ("logit_softcap", -3.0),
+        ("distractor_keys", -2),
+        ("attention_window", 0),
+        ("num_hidden_layers", 9),
+    ],
+)
+def test_fields_set_while_loading_are_checked(make_model, tmp_path, field, value):
+    """Transformers sets them after the configuration has checked itself."""
+    make_model().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=field):
+        AutoModelForCausalLM.from_pretrained(tmp_path, **{field: value})
+
+
+def test_fewer_layers_are_the_first_ones(make_model, tmp_path):
+    model = make_model(layer_types=["conv", "hybrid", "conv"])
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, num_hidden_layers=2)
+    assert loaded.config.layer_types == ["conv", "hybrid"] and len(loaded.model.layers) == 2
+    assert torch.equal(
+        loaded.model.layers[1].mlp.up_proj.weight, model.model.layers[1].mlp.up_proj.weight
+    )

@@ -48,6 +48,10 @@ class EvaluationSettings:
     seed: int = 0
 
     def __post_init__(self):
+        if self.lengths != sorted(self.lengths):
+            raise ValueError(f"lengths must ascend, got {self.lengths}.")
+        if not all(0 <= depth <= 1 for depth in self.depths):
+            raise ValueError(f"depths are from 0 (the start) to 1, got {self.depths}.")
         if not 0 <= self.give_up_below <= 1:
             raise ValueError(f"give_up_below is a share from 0 to 1, got {self.give_up_below}.")
 
@@ -101,8 +105,8 @@ class Evaluation:
         else:
             raise ValueError(
                 f"The split {self.shards.split!r} of {self.shards.folder} has fewer than "
-                f"{self.settings.min_documents} documents of more than {length} tokens: give "
-                "shorter --lengths, or prepare longer text."
+                f"{self.settings.min_documents} documents of more than {length} tokens: prepare "
+                "longer text, lower --min-documents, or leave losses out with --documents 0."
             )
         chosen = chosen[: self.settings.documents]
         return [self.shards.document(i)[: length + 1] for i in chosen], length

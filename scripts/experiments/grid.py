@@ -19,6 +19,7 @@ from pathlib import Path
 
 import yaml
 
+from .files import RUN_SETTINGS, refuse_other_settings
 from .settings import RunSettings, build, merge, read_yaml
 
 SCRIPTS = Path(__file__).resolve().parent.parent
@@ -45,33 +46,10 @@ class Cell:
         """Results alone, of a run whose model was left elsewhere, cannot be measured."""
         return self.result.exists() and (self.folder / "model").exists()
 
-    def refuse_other_settings(self) -> None:
-        """Raises `ValueError` if the folder holds a run that is trained in another way."""
-        path = self.folder / "run.yaml"
-        if not path.exists():
-            return
-        before, now = (what_is_trained(run) for run in (read_yaml(path), self.run))
-        changed = sorted(n for n in before | now if before.get(n) != now.get(n))
-        if changed:
-            raise ValueError(
-                f"{self.folder} holds a run with another {changed[0]} ({before.get(changed[0])!r}, "
-                f"now {now.get(changed[0])!r}): choose another output, or delete the folder."
-            )
-
     @property
     def done(self) -> Path:
         """Says that all commands of the cell came to their end."""
         return self.folder / "done"
-
-
-def what_is_trained(run: dict) -> dict:
-    """The settings of a run without those that say where files are, and when they are written."""
-    trainer = {
-        name: value
-        for name, value in run.get("trainer", {}).items()
-        if not name.startswith(("save_", "logging_", "dataloader_", "report_to", "disable_tqdm"))
-    }
-    return {n: v for n, v in run.items() if n not in ("data", "output")} | {"trainer": trainer}
 
 
 def read_grid(path: str | Path, data: str | None = None, output: str | None = None) -> list[Cell]:
@@ -147,7 +125,8 @@ class Scheduler:
     ):
         self.cells, self.devices, self.on_change = list(cells), list(devices), on_change
         for cell in self.cells:
-            cell.refuse_other_settings()
+            identity = build(RunSettings, cell.run).identity()
+            refuse_other_settings(cell.folder / RUN_SETTINGS, identity)
         self.deadline = time.monotonic() + (stop_after or float("inf"))
         self.states = {c.name: "done" if c.done.exists() else "waiting" for c in self.cells}
         self._waiting = [cell for cell in self.cells if not cell.done.exists()]

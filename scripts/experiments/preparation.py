@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
-from .files import write_json
+from .files import refuse_other_settings, write_json
 from .shards import SPLITS, token_dtype, write_shard
 
 TEXT_PATTERNS = ("*.py", "*.pyi", "*.md", "*.rst", "*.txt", "*.c", "*.cc", "*.cpp", "*.h", "*.hpp")
@@ -227,10 +227,11 @@ def prepare(
     Writes the shards of `source` into `folder`, which holds the tokenizer, and at last `meta.json`.
 
     A folder of an interrupted call is continued. Returns the contents of `meta.json`. Raises
-    `ValueError` if the folder was begun with other `settings`.
+    `ValueError` if the folder was begun with other `settings`, or no training text was found.
     """
     settings = {**settings, **asdict(split), "block_bytes": block_bytes, "max_tokens": max_tokens}
-    check_settings(folder, settings)
+    refuse_other_settings(folder / "settings.json", settings)
+    write_json(folder / "settings.json", settings)
     if (folder / "meta.json").exists():
         return json.loads((folder / "meta.json").read_text())
 
@@ -272,6 +273,11 @@ def prepare(
             for path in folder.glob(f"*-{number:05d}.*"):
                 path.unlink()
 
+    if not totals["train"][1]:
+        raise ValueError(
+            f"No training text was found ({totals['validation'][0] + totals['long'][0]} documents "
+            "were held out): look at --source, --patterns and the fractions."
+        )
     meta = {
         "dtype": dtype.str,
         "vocab_size": vocab_size,
@@ -285,21 +291,6 @@ def prepare(
     }
     write_json(folder / "meta.json", meta)
     return meta
-
-
-def check_settings(folder: Path, settings: dict) -> None:
-    """Remembers the settings of a folder, and refuses to go on with others."""
-    path = folder / "settings.json"
-    if not path.exists():
-        write_json(path, settings)
-    before = json.loads(path.read_text())
-    now = json.loads(json.dumps(settings))
-    changed = sorted(name for name in before | now if before.get(name) != now.get(name))
-    if changed:
-        raise ValueError(
-            f"{folder} was begun with other settings ({', '.join(changed)}): choose another "
-            "--output, or delete it."
-        )
 
 
 def complete_lines(path: Path) -> list[str]:

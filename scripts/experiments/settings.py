@@ -126,6 +126,14 @@ class RunSettings:
         for name in sorted(set(self.trainer) & set(DERIVED)):
             raise ValueError(f"trainer.{name} follows from {DERIVED[name]}: set that instead.")
 
+    def identity(self) -> dict:
+        """What the model of a run follows from; not where it runs, nor what it writes when."""
+        places = ("data", "output", "rows_per_device", "compile_layers", "peak_flops")
+        aside = ("save_", "logging_", "eval_", "dataloader_", "report_to", "disable_", "use_cpu")
+        values = dataclasses.asdict(self)
+        values["trainer"] = {n: v for n, v in self.trainer.items() if not n.startswith(aside)}
+        return {n: v for n, v in values.items() if n not in (*places, "validation_rows")}
+
     def accumulation_steps(self, num_processes: int) -> int:
         """Forward passes of one step on each process. Raises `ValueError` if they do not add up."""
         at_once = self.sequence_length * self.rows_per_device * num_processes

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import AutoTokenizer, Trainer, TrainerCallback, TrainingArguments, set_seed
 
 from .checkpoints import last_checkpoint
-from .files import write_json
+from .files import RUN_SETTINGS, refuse_other_settings, write_json
 from .optimizer import build_optimizer
 from .rows import Rows, isolate_documents, stack_rows
 from .settings import RunSettings
@@ -213,11 +213,16 @@ def train(settings: RunSettings, deadline: float | None = None) -> dict | None:
     """
     Trains, from the last checkpoint in `settings.output` if there is one, and saves the model.
 
-    Returns what `result.json` holds, or `None` if `deadline`, a time of `time.monotonic()`, ended
+    Raises `ValueError` if the folder holds a run with other settings. Returns what `result.json`
+    holds, or `None` if `deadline`, a time of `time.monotonic()`, ended
     it early.
     """
     output = Path(settings.output)
+    refuse_other_settings(output / RUN_SETTINGS, settings.identity())
     trainer, checkpoint = build_trainer(settings, deadline), last_checkpoint(output)
+    if trainer.is_world_process_zero():
+        output.mkdir(parents=True, exist_ok=True)
+        write_json(output / RUN_SETTINGS, settings.identity())
     trainer.train(resume_from_checkpoint=checkpoint)
     if trainer.state.global_step < settings.steps:
         return None
