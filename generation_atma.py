@@ -46,6 +46,10 @@ class AtmaGenerationMixin(GenerationMixin):
                 "ATMA's convolution and memory "
                 "states: use the default, or 'static'."
             )
+        if kind == "static" and generation_config.prompt_lookup_num_tokens and args:
+            # The last drafts may reach beyond the last token that is kept.
+            *others, max_cache_length = args
+            args = (*others, max_cache_length + generation_config.prompt_lookup_num_tokens)
         given = model_kwargs.get(CACHE_NAME)
         if given is not None or generation_config.use_cache is False or kind == "static":
             return super()._prepare_cache_for_generation(

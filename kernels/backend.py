@@ -53,7 +53,8 @@ def choose_backend(
         if has_triton:
             reason = f"cannot run on the device {tensor.device}"
         raise ValueError(
-            f"The Triton implementation of {operation} {reason}: use backend='auto' or 'torch'."
+            f"The Triton implementation of {operation} {reason}: use backend (in a model: "
+            "kernel_backend) 'auto' or 'torch'."
         )
     is_slow = backend == "auto" and tensor.is_cuda and triton is None
     if is_slow and not torch.compiler.is_compiling():

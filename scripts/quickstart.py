@@ -251,7 +251,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--prompt", default="def read_file(path", help="start of the completion")
     parser.add_argument("--new-tokens", type=int, default=120, help="length of the completion")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights, batches and sampling")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if min(arguments.contexts) < 128 or arguments.steps < 1:
+        parser.error("--contexts must be 128 or more, --steps 1 or more")
+    return arguments
 
 
 def main() -> None:

@@ -177,19 +177,16 @@ def test_a_model_can_assist_llama(make_model, tokens):
     assert torch.equal(found, expected)
 
 
-def test_speculation_on_a_static_cache_equals_greedy_or_is_refused(model, tokens):
-    ids = tokens(1, 11)
-    expected = model.generate(ids, max_new_tokens=20, **GREEDY)
+@pytest.mark.parametrize("count", [5, 20, 43])
+def test_speculation_on_a_static_cache_equals_greedy_or_is_refused(make_model, tokens, count):
+    """To the last token, and the text repeats, so that drafts reach beyond it."""
+    model, ids = make_model(), tokens(1, 4).repeat(1, 4)
+    expected = model.generate(ids, max_new_tokens=count, **GREEDY)
+    options = {"prompt_lookup_num_tokens": 4, "cache_implementation": "static"}
     try:
-        found = model.generate(
-            ids,
-            prompt_lookup_num_tokens=3,
-            cache_implementation="static",
-            max_new_tokens=20,
-            **GREEDY,
-        )
+        found = model.generate(ids, max_new_tokens=count, **options, **GREEDY)
     except ValueError as error:  # Transformers 5.17 refuses the combination itself
-        assert "static" in str(error).lower()
+        assert "not supported with Static cache" in str(error)
     else:
         assert torch.equal(found, expected)
 
