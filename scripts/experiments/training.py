@@ -213,9 +213,8 @@ def train(settings: RunSettings, deadline: float | None = None) -> dict | None:
     """
     Trains, from the last checkpoint in `settings.output` if there is one, and saves the model.
 
-    Raises `ValueError` if the folder holds a run with other settings. Returns what `result.json`
-    holds, or `None` if `deadline`, a time of `time.monotonic()`, ended
-    it early.
+    Returns what `result.json` holds, or `None` if `deadline`, a time of `time.monotonic()`, ended
+    it early. Raises `ValueError` if the folder holds a run with other settings.
     """
     output = Path(settings.output)
     refuse_other_settings(output / RUN_SETTINGS, settings.identity())
