@@ -46,14 +46,18 @@ def half_lives_of(result: dict) -> list[float | None]:
     return sorted(found, key=lambda value: (value is not None, value))
 
 
-def curves(results: list[dict], measure: str) -> list[tuple[str, dict, float | None]]:
-    """(label, result, half-life) of each line of a plot: where `measure` was measured."""
-    return [
-        (result["name"] + ("" if limit is None else f", half-life {limit:g}"), result, limit)
+def curves(results: list[dict], measure: str) -> list[tuple[str, list[dict]]]:
+    """(label, rows by length) of each line of a plot: every result and half-life that has rows."""
+    depth = None if measure in LOSSES else 0.0
+    lines = [
+        (
+            result["name"] + ("" if limit is None else f", half-life {limit:g}"),
+            select(result, measure, depth, limit),
+        )
         for result in results
         for limit in half_lives_of(result)
-        if select(result, measure, None if measure in LOSSES else 0.0, limit)
     ]
+    return [(label, rows) for label, rows in lines if rows]
 
 
 def _axes(figure_size: tuple[float, float]):
@@ -80,8 +84,7 @@ def plot_by_length(
 ) -> None:
     """One line for each result (and half-life): `key` of `measure` against the length."""
     figure, axes = _axes((8, 4.5))
-    for (name, result, limit), color in zip(curves(results, measure), _colors(), strict=False):
-        rows = select(result, measure, 0.0 if measure not in LOSSES else None, limit)
+    for (name, rows), color in zip(curves(results, measure), _colors(), strict=False):
         x, y = [row["length"] for row in rows], [row[key] for row in rows]
         axes.plot(x, y, marker="o", markersize=4, linewidth=1.5, color=color, label=name)
     trained = {result["run"].get("sequence_length") for result in results if "run" in result}
@@ -102,17 +105,9 @@ def _colors():
 def plot_heat_map(results: list[dict], measure: str, path: Path, title: str) -> None:
     """Accuracy of `measure`: one row for each result, one column for each length."""
     lines = curves(results, measure)
-    lengths, names = lengths_of(results, measure), [name for name, _, _ in lines]
-    table = [
-        [
-            next(
-                (r["accuracy"] for r in select(result, measure, 0.0, limit) if r["length"] == n),
-                None,
-            )
-            for n in lengths
-        ]
-        for _, result, limit in lines
-    ]
+    lengths, names = lengths_of(results, measure), [name for name, _ in lines]
+    found = [{row["length"]: row["accuracy"] for row in rows} for _, rows in lines]
+    table = [[accuracies.get(n) for n in lengths] for accuracies in found]
     figure, axes = _axes((max(2 + 0.7 * len(lengths), 5.5), 1.2 + 0.4 * len(names)))
     axes.grid(False)
     filled = [[float("nan") if value is None else value for value in row] for row in table]
@@ -198,11 +193,9 @@ def training_table(results: list[dict]) -> str:
 def length_table(results: list[dict], measure: str, key: str, form: str) -> str:
     """Markdown: `key` of `measure`, a row for each run, a column for each length."""
     lengths = lengths_of(results, measure)
-    depth = None if measure in LOSSES else 0.0
     rows = []
-    for name, result, limit in curves(results, measure):
-        chosen = select(result, measure, depth, limit)
-        values = {row["length"]: row[key] for row in chosen if key in row}
+    for name, measured in curves(results, measure):
+        values = {row["length"]: row[key] for row in measured if key in row}
         rows.append([name, *(format(values[n], form) if n in values else "" for n in lengths)])
     return table(["run", *(length_name(n) for n in lengths)], rows)
 
@@ -222,11 +215,7 @@ def report(results: list[dict]) -> str:
         sections.append("Training\n\n" + training_table(trained))
 
     def add(measure: str, key: str, form: str, title: str) -> None:
-        if any(
-            key in row
-            for _, r, limit in curves(results, measure)
-            for row in select(r, measure, None, limit)
-        ):
+        if any(key in row for _, rows in curves(results, measure) for row in rows):
             sections.append(f"{title}\n\n" + length_table(results, measure, key, form))
 
     for measure in sorted(measures & set(LOSSES)):
