@@ -34,8 +34,9 @@ __all__ = ["paged_polar_attention"]
 
 # Chunks of a long prompt: from so many queries x heads of a group, and of the whole batch, on the
 # kernels of `polar_attention` read a copy of the pages. Their tiles were made for many queries, and
-# the copy is little beside the products of each key with so many of them.
-_GATHER_FROM = (4096, 32768)
+# the copy is little beside the products of each key with so many of them. Measured on an H200:
+# `scripts/benchmark.py chunks`.
+_GATHER_FROM = (1024, 16384)
 
 
 def _gathers(query: torch.Tensor, key_slabs: list, value_slabs: list) -> bool:

@@ -15,6 +15,7 @@ BENCHMARKS = (
     "memory",
     "conv",
     "decode",
+    "chunks",
     "traffic",
     "generation",
     "prefill",

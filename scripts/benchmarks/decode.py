@@ -30,20 +30,23 @@ def add_arguments(parser) -> None:
     parser.add_argument("--shapes", nargs="+", default=["1x2048", "1x131072", "64x32768"])
 
 
-def paged_inputs(batch: int, length: int, groups: int = GROUPS) -> tuple:
-    """A query for each row, one slab of keys and of values in shuffled pages, and the scalars."""
+def paged_inputs(
+    batch: int, length: int, groups: int = GROUPS, dim: int = HEAD_DIM, num_queries: int = 1
+) -> tuple:
+    """The last queries of each row, slabs of keys and of values in shuffled pages, the scalars."""
     pages = -(-length // PAGE_SIZE)
     count = batch * pages + 1
     table = (torch.randperm(batch * pages, device="cuda") + 1).view(batch, pages).int()
-    slabs = [[draw(count, PAGE_SIZE, groups, HEAD_DIM)] for _ in "kv"]
-    start = torch.full((batch,), length - 1, device="cuda")
+    slabs = [[draw(count, PAGE_SIZE, groups, dim)] for _ in "kv"]
+    start = torch.full((batch,), length - num_queries, device="cuda")
     scalars = [draw(HEADS, scale=0.5) + offset for offset in (-1.0, 2.0, 0.5, -1.5)]
-    null_value = draw(HEADS, HEAD_DIM, scale=0.5)
-    return draw(batch, 1, HEADS, HEAD_DIM), *slabs, table, start, null_value, *scalars
+    null_value = draw(HEADS, dim, scale=0.5)
+    query = draw(batch, num_queries, HEADS, dim)
+    return query, *slabs, table, start, null_value, *scalars
 
 
-def check() -> None:
-    query, keys, values, table, start, *rest = paged_inputs(3, 1000)
+def check(inputs: tuple) -> None:
+    query, keys, values, table, start, *rest = inputs
     found = paged_polar_attention(query, keys, values, table, start, *rest)
     gathered = [gather_pages(slabs, table).double() for slabs in (keys, values)]
     exact = [x.double() for x in rest]
@@ -54,7 +57,7 @@ def check() -> None:
 
 @torch.no_grad()
 def run(args) -> dict:
-    check()
+    check(paged_inputs(3, 1000))
     rows = []
     for batch, length in map(shape_of, args.shapes):
         inputs = paged_inputs(batch, length)
