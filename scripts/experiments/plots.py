@@ -2,6 +2,7 @@
 # Licensed under the Apache License, Version 2.0; see the file LICENSE.
 """Plots and tables of results: a list of `{"name", "training", "rows"}`, as `collect` makes it."""
 
+import itertools
 from pathlib import Path
 
 import matplotlib
@@ -82,17 +83,26 @@ def _length_axis(axes, lengths: list[int], trained: int | None) -> None:
 def plot_by_length(
     results: list[dict], measure: str, key: str, path: Path, title: str, label: str
 ) -> None:
-    """One line for each result (and half-life): `key` of `measure` against the length."""
-    figure, axes = _axes((8, 4.5))
-    for (name, rows), color in zip(curves(results, measure), _colors(), strict=False):
-        x, y = [row["length"] for row in rows], [row[key] for row in rows]
-        axes.plot(x, y, marker="o", markersize=4, linewidth=1.5, color=color, label=name)
+    """One line for each result (and half-life): `key` of `measure` against the length.
+
+    The half-lives of one result have its color, and lines of their own kind.
+    """
+    figure, axes = _axes((9, 4.5))
+    for result, color in zip(results, _colors(), strict=False):
+        lines = curves([result], measure)
+        for (name, rows), style in zip(lines, itertools.cycle(["-", "--", ":", "-."])):
+            x, y = [row["length"] for row in rows], [row[key] for row in rows]
+            axes.plot(x, y, style, marker="o", markersize=4, linewidth=1.5, color=color, label=name)
     trained = {result["run"].get("sequence_length") for result in results if "run" in result}
     _length_axis(axes, lengths_of(results, measure), trained.pop() if len(trained) == 1 else None)
     axes.set(title=title, ylabel=label)
     if key in ("accuracy", "exact_match"):
         axes.set_ylim(-0.03, 1.03)
-    axes.legend(fontsize=8, frameon=False)
+    else:  # one collapse would press all others into a line
+        axes.set_yscale("log")
+        for axis_format in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+            axis_format("{x:g}")
+    figure.legend(fontsize=8, frameon=False, loc="outside right center")
     figure.savefig(path, dpi=150)
     plt.close(figure)
 
