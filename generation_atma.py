@@ -3,7 +3,7 @@
 """What generate() needs to know about ATMA: which cache it gets, and what it cannot do."""
 
 import torch
-from transformers.generation import GenerationMixin
+from transformers.generation import GenerationMixin, MaxLengthCriteria
 
 from .cache_atma import AtmaCache
 from .outputs_atma import CACHE_NAME
@@ -76,6 +76,29 @@ class AtmaGenerationMixin(GenerationMixin):
         longest = max(max_cache_len, getattr(self, "_previous_max_cache_length", -1))
         self._previous_max_cache_length = longest
         return AtmaCache(self.config, max_length=longest)
+
+    # `max_position_embeddings` is the training length and no limit of ATMA's: there is no table.
+
+    def _prepare_generated_length(
+        self, generation_config, has_default_max_length, *, input_ids_length, **kwargs
+    ):
+        default = generation_config.max_length
+        prepared = super()._prepare_generated_length(
+            generation_config=generation_config,
+            has_default_max_length=has_default_max_length,
+            input_ids_length=input_ids_length,
+            **kwargs,
+        )
+        if has_default_max_length and generation_config.max_new_tokens is None:
+            prepared.max_length = default + input_ids_length
+        return prepared
+
+    def _get_stopping_criteria(self, *args, **kwargs):
+        criteria = super()._get_stopping_criteria(*args, **kwargs)
+        for criterion in criteria:
+            if isinstance(criterion, MaxLengthCriteria):
+                criterion.max_position_embeddings = None  # else it warns beyond the training length
+        return criteria
 
     def generate_batch(self, *args, **kwargs):
         raise NotImplementedError(NO_CONTINUOUS_BATCHING)

@@ -6,6 +6,7 @@ import inspect
 
 import pytest
 import torch
+import transformers
 from atma import AtmaCache
 from atma.outputs_atma import CACHE_NAME
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, TextStreamer
@@ -44,6 +45,21 @@ def test_greedy_equals_a_loop_without_cache(make_model, tokens, overrides, padde
     options = {"attention_mask": mask, "max_new_tokens": 40, **GREEDY}
     assert torch.equal(model.generate(ids, **options), expected)
     assert torch.equal(model.generate(ids, cache_implementation="static", **options), expected)
+
+
+@pytest.mark.smoke
+def test_the_training_length_is_no_limit(make_model, tokens, monkeypatch):
+    """By `max_position_embeddings` generate() would cut its default length, refuse, or warn."""
+    warnings = []
+    logger = transformers.generation.stopping_criteria.logger
+    monkeypatch.setattr(logger, "warning_once", warnings.append)
+    model = make_model(max_position_embeddings=16)
+    for length in (10, 17):
+        ids = tokens(1, length)
+        assert torch.equal(model.generate(ids, **GREEDY), greedy_without_cache(model, ids, 20))
+        assert model.generate(ids, max_new_tokens=3, **GREEDY).shape == (1, length + 3)
+        assert model.generate(ids, max_length=length + 2, **GREEDY).shape == (1, length + 2)
+    assert not warnings
 
 
 @pytest.mark.smoke
