@@ -15,6 +15,7 @@ import torch
 from experiments.files import write_json
 from experiments.grid import Scheduler, collect, read_grid
 from experiments.plots import plot_all, report
+from experiments.refusals import without_traceback
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
@@ -27,7 +28,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("grid", help="YAML file; see experiments/grid.py")
     parser.add_argument("--data", help="folder of prepare_data.py (default: that of the YAML file)")
     parser.add_argument("--output", help="folder of the cells (default: that of the YAML file)")
-    parser.add_argument("--only", nargs="+", help="names of cells (default: all)")
+    parser.add_argument("--only", nargs="+", help="names of cells to run (default: all)")
     parser.add_argument(
         "--cpu-processes", type=int, default=1, help="at once where there is no GPU (default: 1)"
     )
@@ -47,11 +48,13 @@ def status(states: dict[str, str]) -> Table:
 
 def main() -> None:
     arguments = parse_arguments()
-    cells = read_grid(arguments.grid, arguments.data, arguments.output)
+    with without_traceback():
+        grid = read_grid(arguments.grid, arguments.data, arguments.output)
+    cells = grid
     if arguments.only:
-        if unknown := set(arguments.only) - {cell.name for cell in cells}:
-            raise SystemExit(f"No cell {unknown.pop()}: there are {[c.name for c in cells]}.")
-        cells = [cell for cell in cells if cell.name in arguments.only]
+        if unknown := set(arguments.only) - {cell.name for cell in grid}:
+            raise SystemExit(f"No cell {unknown.pop()}: there are {[c.name for c in grid]}.")
+        cells = [cell for cell in grid if cell.name in arguments.only]
     devices = list(range(torch.cuda.device_count())) or [None] * arguments.cpu_processes
     console = Console()
     with Live(console=console) as live:
@@ -61,13 +64,11 @@ def main() -> None:
             if not console.is_terminal:  # where nothing is seen before the end
                 print(time.strftime("%X"), states, flush=True)
 
-        try:
+        with without_traceback():
             scheduler = Scheduler(cells, devices, arguments.stop_after, show)
-        except ValueError as error:
-            raise SystemExit(f"{error}") from error
         live.update(status(scheduler.states))
         states = scheduler.run()
-    results = collect(cells)
+    results = collect(grid)  # those of earlier calls too
     if results:
         folder = cells[0].folder.parent
         write_json(folder / "results.json", results)

@@ -22,6 +22,7 @@ that cache.
 """
 
 import argparse
+import os
 import time
 
 import torch
@@ -252,6 +253,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2**20, help="length (default: %(default)s)")
     parser.add_argument("--compare", action="store_true", help="also read it on one device")
     args = parser.parse_args()
+    if "RANK" not in os.environ:
+        parser.error("start it with torchrun, as above: it needs one process for each device")
     on_gpu = torch.cuda.is_available()
     dist.init_process_group("nccl" if on_gpu else "gloo")
     rank = dist.get_rank()

@@ -27,6 +27,7 @@ from benchmarks.common import conditions
 from experiments.evaluation import Evaluation, EvaluationSettings
 from experiments.files import write_json
 from experiments.needles import TASKS
+from experiments.refusals import refuse_changes, refuse_missing_path, without_traceback
 from experiments.shards import Shards
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -96,34 +97,34 @@ def load(arguments: argparse.Namespace, longest_half_life: float | None):
 
 
 def parts_of(path: Path, result: dict) -> dict:
-    """The parts of an earlier call, which must have measured the same model in the same way."""
+    """The parts of an earlier call; `ValueError` if it measured another model or in other ways."""
     before = json.loads(path.read_text())
-    now = {name: result[name] for name in MEASURED} | json.loads(json.dumps(result["settings"]))
+    now = {name: result[name] for name in MEASURED} | result["settings"]
     # What did not exist then has a default that does what was done then.
     past = now | vars(EvaluationSettings()) | before["settings"]
     past |= {name: before[name] for name in MEASURED if name in before}
-    for name, value in now.items():
-        if past[name] != value:
-            raise SystemExit(
-                f"{path} was measured with other settings ({name} was {past[name]!r}, is "
-                f"{value!r}): delete it, or choose another --output."
-            )
+    refuse_changes(path, past, now)
     return before["parts"]
 
 
 def main() -> None:
     arguments = parse_arguments()
     fields = {name: getattr(arguments, name) for name in vars(EvaluationSettings())}
-    try:
-        settings = EvaluationSettings(**fields)
-    except ValueError as error:
-        raise SystemExit(f"{error}") from error
-    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
-    shards = Shards(arguments.data, arguments.split)
     result = {name: getattr(arguments, name) for name in MEASURED}
     result |= {"settings": fields, "parts": {}}
-    if arguments.output.exists():
-        result["parts"] = parts_of(arguments.output, result)
+    with without_traceback():
+        settings = EvaluationSettings(**fields)
+        refuse_missing_path(arguments.model)
+        shards = Shards(arguments.data, arguments.split)
+        tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+        of_data = AutoTokenizer.from_pretrained(shards.folder / "tokenizer")
+        if tokenizer.get_vocab() != of_data.get_vocab():
+            raise ValueError(
+                f"{arguments.data} was made with another tokenizer than the model's: prepare it "
+                f"again, with --tokenizer {arguments.model}."
+            )
+        if arguments.output.exists():
+            result["parts"] = parts_of(arguments.output, result)
     result["conditions"] = conditions()
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
 

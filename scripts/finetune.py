@@ -17,8 +17,14 @@ from pathlib import Path
 import atma  # noqa: F401, makes the model known to the Auto classes
 import torch
 from experiments.checkpoints import last_checkpoint
-from experiments.files import RUN_SETTINGS, refuse_other_settings, write_json
+from experiments.files import write_json
 from experiments.finetuning import encode_examples, load_examples, set_chat_template
+from experiments.refusals import (
+    RUN_SETTINGS,
+    refuse_missing_path,
+    refuse_other_settings,
+    without_traceback,
+)
 from experiments.settings import parse_override
 from transformers import (
     AutoModelForCausalLM,
@@ -94,12 +100,14 @@ def main() -> None:
         raise SystemExit("--merge needs --lora-rank: there is nothing to merge without an adapter.")
     begun = {name: value for name, value in vars(arguments).items() if name != "output"}
     begun_with = Path(arguments.output) / RUN_SETTINGS
-    refuse_other_settings(begun_with, begun)
-    settings = training_arguments(arguments)
-    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
-    examples = load_examples(arguments.data, arguments.split)
-    if "messages" in examples.column_names:
-        set_chat_template(tokenizer, arguments.chat_template)
+    with without_traceback():
+        refuse_other_settings(begun_with, begun)
+        refuse_missing_path(arguments.model)
+        settings = training_arguments(arguments)
+        tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+        examples = load_examples(arguments.data, arguments.split)
+        if "messages" in examples.column_names:
+            set_chat_template(tokenizer, arguments.chat_template)
     validation = None
     if arguments.validation_fraction:
         parts = examples.train_test_split(arguments.validation_fraction, seed=arguments.seed)

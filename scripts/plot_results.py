@@ -15,6 +15,7 @@ import json
 from pathlib import Path
 
 from experiments.plots import plot_all, report
+from experiments.refusals import without_traceback
 
 MARK = "<!-- results -->"
 
@@ -45,7 +46,8 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", help="names of runs (default: all)")
     parser.add_argument("--model-card", type=Path, help="card to put the tables into, or to begin")
     arguments = parser.parse_args()
-    results = [result for path in arguments.results for result in read_results(path)]
+    with without_traceback():
+        results = [result for path in arguments.results for result in read_results(path)]
     if arguments.only:
         results = [result for result in results if result["name"] in arguments.only]
     for path in plot_all(results, arguments.output):

@@ -14,6 +14,7 @@ import os
 from pathlib import Path
 
 from experiments.preparation import TEXT_PATTERNS, Records, Split, TextTree, kind_of, prepare
+from experiments.refusals import refuse_missing_path, without_traceback
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -73,8 +74,11 @@ def make_tokenizer(arguments: argparse.Namespace, source: TextTree | Records):
 def main() -> None:
     arguments = parse_arguments()
     console = Console()
+    with without_traceback():
+        kind = kind_of(arguments.source[0]) if arguments.format == "auto" else arguments.format
+        if arguments.tokenizer != "train":
+            refuse_missing_path(arguments.tokenizer)
     arguments.output.mkdir(parents=True, exist_ok=True)
-    kind = kind_of(arguments.source[0]) if arguments.format == "auto" else arguments.format
     if kind == "text":
         source = TextTree(arguments.source, arguments.patterns, arguments.max_bytes)
     elif len(arguments.source) == 1:

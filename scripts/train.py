@@ -15,8 +15,9 @@ STARTED = time.monotonic()  # before the imports, which take seconds
 
 import argparse
 
+from experiments.refusals import without_traceback
 from experiments.settings import load_run
-from experiments.training import train
+from experiments.training import build_trainer, train
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -36,9 +37,11 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse_arguments()
-    settings = load_run(arguments.settings, arguments.set)
     deadline = None if arguments.stop_after is None else STARTED + arguments.stop_after
-    if train(settings, deadline) is None:
+    with without_traceback():
+        settings = load_run(arguments.settings, arguments.set)
+        trainer = build_trainer(settings, deadline)
+    if train(trainer) is None:
         print(f"Stopped early; the same command goes on from the checkpoint in {settings.output}")
 
 

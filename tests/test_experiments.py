@@ -267,6 +267,10 @@ def run_settings(folder: Path, name: str, **changes) -> RunSettings:
     return build(RunSettings, merge(values, changes))
 
 
+def train(settings: RunSettings, deadline: float | None = None) -> dict | None:
+    return training.train(training.build_trainer(settings, deadline))
+
+
 def test_every_parameter_has_its_place_in_the_recipe():
     from atma import AtmaConfig
 
@@ -333,7 +337,7 @@ def straight(folder) -> tuple[Path, dict]:
     """A run of six steps in one process, from start to end."""
     torch.manual_seed(0)
     settings = run_settings(folder, "straight")
-    return Path(settings.output), training.train(settings)
+    return Path(settings.output), train(settings)
 
 
 def weights(output: Path) -> dict[str, torch.Tensor]:
@@ -429,25 +433,25 @@ def test_a_setting_of_accelerate_keeps_the_others(folder, monkeypatch):
 
 
 def test_a_folder_of_another_run_is_refused_before_anything_is_lost(folder):
-    training.train(run_settings(folder, "first", steps=2))
+    train(run_settings(folder, "first", steps=2))
     before = (folder / "first" / "result.json").read_bytes()
     for changes, name in (({"steps": 3}, "steps was 2, is 3"), ({"seed": 1}, "seed was 0, is 1")):
         with pytest.raises(ValueError, match=name):
-            training.train(run_settings(folder, "first", **{"steps": 2} | changes))
+            train(run_settings(folder, "first", **{"steps": 2} | changes))
     assert (folder / "first" / "result.json").read_bytes() == before
     # How it is run may change.
     changes = {"steps": 2, "rows_per_device": 4, "trainer": {"save_steps": 50}}
-    training.train(run_settings(folder, "first", **changes))
+    train(run_settings(folder, "first", **changes))
 
 
 def test_a_run_that_was_stopped_goes_on_bitwise(folder):
     changes = {"steps": 4, "model": {"distractor_keys": 3}, "trainer": {"save_steps": 10}}
     settings = run_settings(folder, "stopped", **changes)
-    assert training.train(settings, deadline=0.0) is None  # after the first step
+    assert train(settings, deadline=0.0) is None  # after the first step
     assert (folder / "stopped" / "checkpoint-1").is_dir()
     assert not (folder / "stopped" / "result.json").exists()
-    training.train(settings)
-    training.train(run_settings(folder, "whole", **changes))
+    train(settings)
+    train(run_settings(folder, "whole", **changes))
     expected = weights(folder / "whole")
     for name, weight in weights(folder / "stopped").items():
         assert torch.equal(weight, expected[name]), name
@@ -478,7 +482,7 @@ def test_two_processes_train_as_one_and_one_goes_on_for_them(folder, straight, t
     assert found["devices"] == 2
     assert np.allclose(np.array(found["losses"]), expected, rtol=1e-3)
     shutil.copytree(folder / "two" / "checkpoint-3", folder / "resumed" / "checkpoint-3")
-    resumed = training.train(run_settings(folder, "resumed"))
+    resumed = train(run_settings(folder, "resumed"))
     assert np.allclose(np.array(resumed["losses"]), expected, rtol=1e-3)
 
 
@@ -578,7 +582,7 @@ def main() -> None:
     from torch.distributed.fsdp import fully_shard
 
     settings, out = sys.argv[1:]
-    training.train(build(RunSettings, json.loads(Path(settings).read_text())))
+    train(build(RunSettings, json.loads(Path(settings).read_text())))
     optimizer, model = sharded_start()
     names = {parameter: name for name, parameter in model.named_parameters()}
     order = [[names[p] for p in group["params"]] for group in optimizer.param_groups]

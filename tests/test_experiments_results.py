@@ -25,6 +25,7 @@ from experiments.metrics import BitsPerByte, NeedleAccuracy  # noqa: E402
 from experiments.needles import TASKS, Prompts, needle_scores  # noqa: E402
 from experiments.plots import plot_all, report  # noqa: E402
 from experiments.reading import Reader  # noqa: E402
+from experiments.refusals import refuse_missing_path  # noqa: E402
 from experiments.settings import RunSettings, build  # noqa: E402
 from experiments.shards import Shards, token_dtype, write_shard  # noqa: E402
 from experiments.tokenizer import train_tokenizer  # noqa: E402
@@ -55,6 +56,7 @@ def shards(tmp_path_factory, tokenizer) -> Shards:
         (len(d), len(t.encode()), hash(t) % 2**64) for d, t in zip(documents, texts, strict=True)
     ]
     write_shard(folder, "long-00000", documents, index)
+    tokenizer.save_pretrained(folder / "tokenizer")
     (folder / "meta.json").write_text(json.dumps({"dtype": "<u2"}))
     return Shards(folder, "long")
 
@@ -401,6 +403,18 @@ def test_cells_run_on_every_device_and_go_on_after_a_stop(cells, tmp_path, monke
     assert states["nope-bare"].startswith("failed: ") and states["special"] == "done"
 
 
+def test_tables_hold_the_cells_of_earlier_calls(cells, tmp_path, monkeypatch):
+    arguments = [str(tmp_path / "grid.yaml"), "--output", str(tmp_path / "out"), "--only"]
+    for cell in cells[:2]:
+        cell.folder.mkdir(parents=True)
+        write_json(cell.result, fake_results()[0]["training"])
+        cell.done.touch()
+        monkeypatch.setattr(sys, "argv", ["ablate", *arguments, cell.name])
+        load_script("ablate").main()
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert [result["name"] for result in results] == ["special", "polar-memory"]
+
+
 def fake_results() -> list[dict]:
     training = {
         "parameters": 5e7,
@@ -520,12 +534,60 @@ def test_a_checkpoint_is_finetuned(model, tokenizer, tmp_path, monkeypatch, what
     monkeypatch.setattr(sys, "argv", arguments)
     load_script("finetune").main()
     monkeypatch.setattr(sys, "argv", [*arguments, "--learning-rate", "1"])
-    with pytest.raises(ValueError, match="learning_rate was 0.01, is 1.0"):
+    with pytest.raises(SystemExit, match="learning_rate was 0.01, is 1.0"):
         load_script("finetune").main()
     tuned = AtmaForCausalLM.from_pretrained(tmp_path / "out" / "model")
     name = "model.layers.1.mixer.q_proj.weight"
     assert not torch.equal(tuned.state_dict()[name], model.state_dict()[name])
     assert tuned.config.use_cache
+
+
+SMALL = str(SCRIPTS / "configs" / "small.yaml")
+MISTAKES = {
+    "no settings": ("train", ["gone.yaml"], "gone.yaml"),
+    "a setting's name": ("train", [SMALL, "--set", "stepps=1"], "Unknown setting stepps"),
+    "no data": ("train", [SMALL, "--set", "data=gone"], "gone holds no finished data"),
+    "no grid": ("ablate", ["gone.yaml"], "gone.yaml"),
+    "no text": ("prepare_data", ["--source", "./gone", "--output", "out"], "folder ./gone"),
+    "no tokenizer": (
+        "prepare_data", ["--source", ".", "--tokenizer", "/gone", "--output", "out"], "folder /gone"
+    ),
+    "no model": ("evaluate", ["./gone", "--data", "gone", "--output", "out.json"], "folder ./gone"),
+    "no model to tune": ("finetune", ["/gone", "--data", "x.jsonl", "--output", "out"], "er /gone"),
+    "no results": ("plot_results", ["gone.json", "--output", "out"], "gone.json"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_what_the_user_got_wrong_is_one_sentence(mistake, tmp_path, monkeypatch):
+    """Without a traceback, and before anything is written."""
+    name, arguments, message = MISTAKES[mistake]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [name, *arguments])
+    with pytest.raises(SystemExit, match=message):
+        load_script(name).main()
+    assert not list(tmp_path.iterdir())
+
+
+def test_names_of_the_hub_are_no_missing_paths(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("gpt2", "Qwen/Qwen2.5-0.5B", "HuggingFaceFW/fineweb-edu"):
+        refuse_missing_path(name)
+    (tmp_path / "text.txt").touch()
+    refuse_missing_path("text.txt")
+    for name in ("./gpt2", "/gone", "~/gone", "runs/small/model", "gone.jsonl"):
+        with pytest.raises(FileNotFoundError, match=name):
+            refuse_missing_path(name)
+
+
+def test_data_of_another_tokenizer_are_refused(model, shards, tmp_path, monkeypatch):
+    model.save_pretrained(tmp_path / "model")
+    train_tokenizer(["something else"], 300).save_pretrained(tmp_path / "model")
+    arguments = [str(tmp_path / "model"), "--data", str(shards.folder)]
+    arguments += ["--output", str(tmp_path / "evaluation.json")]
+    monkeypatch.setattr(sys, "argv", ["evaluate", *arguments])
+    with pytest.raises(SystemExit, match="another tokenizer"):
+        load_script("evaluate").main()
 
 
 @pytest.mark.parametrize("name", ["prepare_data", "train", "ablate", "plot_results"])

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import yaml
 
-from .files import RUN_SETTINGS, refuse_other_settings
+from .refusals import RUN_SETTINGS, refuse_other_settings
 from .settings import RunSettings, build, merge, read_yaml
 
 SCRIPTS = Path(__file__).resolve().parent.parent

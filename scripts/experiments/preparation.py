@@ -20,7 +20,8 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
-from .files import refuse_other_settings, write_json
+from .files import write_json
+from .refusals import refuse_missing_path, refuse_other_settings
 from .shards import SPLITS, token_dtype, write_shard
 
 TEXT_PATTERNS = ("*.py", "*.pyi", "*.md", "*.rst", "*.txt", "*.c", "*.cc", "*.cpp", "*.h", "*.hpp")
@@ -157,6 +158,7 @@ class Records:
 
 def kind_of(source: str) -> str:
     """What `--format auto` means: "text", "parquet", "json" or "hub"."""
+    refuse_missing_path(source)
     path = Path(source)
     if path.is_dir():
         return "text"

@@ -14,8 +14,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import AutoTokenizer, Trainer, TrainerCallback, TrainingArguments, set_seed
 
 from .checkpoints import last_checkpoint
-from .files import RUN_SETTINGS, refuse_other_settings, write_json
+from .files import write_json
 from .optimizer import build_optimizer
+from .refusals import RUN_SETTINGS, refuse_other_settings
 from .rows import Rows, isolate_documents, stack_rows
 from .settings import RunSettings
 from .shards import Shards
@@ -186,22 +187,28 @@ def training_arguments(settings: RunSettings) -> TrainingArguments:
 
 
 def build_trainer(settings: RunSettings, deadline: float | None = None) -> PretrainingTrainer:
-    """The Trainer of a run, with its model and data."""
+    """
+    The Trainer of a run, with its model and data; it stops at `deadline`, a time of
+    `time.monotonic()`.
+
+    Raises `ValueError` if the folder holds a run with other settings, and `FileNotFoundError` if
+    the data are not there.
+    """
+    refuse_other_settings(Path(settings.output) / RUN_SETTINGS, settings.identity())
+    shards = Shards(settings.data, "train")
     tokenizer = AutoTokenizer.from_pretrained(Path(settings.data) / "tokenizer")
     arguments = training_arguments(settings)
     length = settings.sequence_length
     num_rows = settings.steps * (settings.tokens_per_step // length)
     validation_rows = None
     if settings.validation_rows and arguments.eval_strategy != "no":
-        shards = Shards(settings.data, "validation")
-        validation_rows = Rows(shards, length, settings.validation_rows)
+        validation = Shards(settings.data, "validation")
+        validation_rows = Rows(validation, length, settings.validation_rows)
     return PretrainingTrainer(
         settings,
         model=build_model(settings, tokenizer),
         args=arguments,
-        train_dataset=Rows(
-            Shards(settings.data, "train"), length, num_rows, settings.seed, settings.repeated_rows
-        ),
+        train_dataset=Rows(shards, length, num_rows, settings.seed, settings.repeated_rows),
         eval_dataset=validation_rows,
         data_collator=isolate_documents if settings.document_boundaries else stack_rows,
         processing_class=tokenizer,
@@ -209,16 +216,15 @@ def build_trainer(settings: RunSettings, deadline: float | None = None) -> Pretr
     )
 
 
-def train(settings: RunSettings, deadline: float | None = None) -> dict | None:
+def train(trainer: PretrainingTrainer) -> dict | None:
     """
-    Trains, from the last checkpoint in `settings.output` if there is one, and saves the model.
+    Trains, from the last checkpoint in the run's folder if there is one, and saves the model.
 
-    Returns what `result.json` holds, or `None` if `deadline`, a time of `time.monotonic()`, ended
-    it early. Raises `ValueError` if the folder holds a run with other settings.
+    Returns what `result.json` holds, or `None` if the deadline ended it early.
     """
+    settings = trainer.settings
     output = Path(settings.output)
-    refuse_other_settings(output / RUN_SETTINGS, settings.identity())
-    trainer, checkpoint = build_trainer(settings, deadline), last_checkpoint(output)
+    checkpoint = last_checkpoint(output)
     if trainer.is_world_process_zero():
         output.mkdir(parents=True, exist_ok=True)
         write_json(output / RUN_SETTINGS, settings.identity())
