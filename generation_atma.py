@@ -77,27 +77,39 @@ class AtmaGenerationMixin(GenerationMixin):
         self._previous_max_cache_length = longest
         return AtmaCache(self.config, max_length=longest)
 
-    # `max_position_embeddings` is the training length and no limit of ATMA's: there is no table.
+    # `max_position_embeddings` is the training length. No table ends there, and reading further is
+    # what ATMA is for: it must not cut the default length, and is nothing to warn of.
 
     def _prepare_generated_length(
-        self, generation_config, has_default_max_length, *, input_ids_length, **kwargs
+        self,
+        generation_config,
+        has_default_max_length,
+        has_default_min_length,
+        model_input_name,
+        input_ids_length,
+        inputs_tensor,
     ):
         default = generation_config.max_length
         prepared = super()._prepare_generated_length(
-            generation_config=generation_config,
-            has_default_max_length=has_default_max_length,
-            input_ids_length=input_ids_length,
-            **kwargs,
+            generation_config,
+            has_default_max_length,
+            has_default_min_length,
+            model_input_name,
+            input_ids_length,
+            inputs_tensor,
         )
         if has_default_max_length and generation_config.max_new_tokens is None:
             prepared.max_length = default + input_ids_length
         return prepared
 
-    def _get_stopping_criteria(self, *args, **kwargs):
-        criteria = super()._get_stopping_criteria(*args, **kwargs)
+    def _get_stopping_criteria(self, generation_config, stopping_criteria, *args, **kwargs):
+        criteria = super()._get_stopping_criteria(
+            generation_config, stopping_criteria, *args, **kwargs
+        )
         for criterion in criteria:
-            if isinstance(criterion, MaxLengthCriteria):
-                criterion.max_position_embeddings = None  # else it warns beyond the training length
+            given = any(criterion is one for one in stopping_criteria or ())
+            if isinstance(criterion, MaxLengthCriteria) and not given:
+                criterion.max_position_embeddings = None
         return criteria
 
     def generate_batch(self, *args, **kwargs):

@@ -34,8 +34,9 @@ __all__ = ["paged_polar_attention"]
 
 # Chunks of a long prompt: from so many queries x heads of a group, and of the whole batch, on the
 # kernels of `polar_attention` read a copy of the pages. Their tiles were made for many queries, and
-# the copy is little beside the products of each key with so many of them. Measured on an H200:
-# `scripts/benchmark.py chunks`.
+# the copy is little beside the products of each key with so many of them. It is as long as the
+# page table, though, which a static cache has as long as its capacity. Measured on an H200, at 8K
+# to 256K keys and with tables of that length: `scripts/benchmark.py chunks`.
 _GATHER_FROM = (1024, 16384)
 
 

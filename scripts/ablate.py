@@ -13,9 +13,10 @@ import time
 
 import torch
 from experiments.files import write_json
-from experiments.grid import Scheduler, collect, read_grid
+from experiments.grid import Scheduler, collect, read_grid, refuse_other_runs
 from experiments.plots import plot_all, report
 from experiments.refusals import without_traceback
+from experiments.shards import Shards
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
@@ -50,6 +51,9 @@ def main() -> None:
     arguments = parse_arguments()
     with without_traceback():
         grid = read_grid(arguments.grid, arguments.data, arguments.output)
+        refuse_other_runs(grid)  # all of them are in the tables
+        for data in {cell.run["data"] for cell in grid}:
+            Shards(data, "train")
     cells = grid
     if arguments.only:
         if unknown := set(arguments.only) - {cell.name for cell in grid}:
@@ -64,8 +68,7 @@ def main() -> None:
             if not console.is_terminal:  # where nothing is seen before the end
                 print(time.strftime("%X"), states, flush=True)
 
-        with without_traceback():
-            scheduler = Scheduler(cells, devices, arguments.stop_after, show)
+        scheduler = Scheduler(cells, devices, arguments.stop_after, show)
         live.update(status(scheduler.states))
         states = scheduler.run()
     results = collect(grid)  # those of earlier calls too

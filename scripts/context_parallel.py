@@ -254,7 +254,9 @@ def main() -> None:
     parser.add_argument("--compare", action="store_true", help="also read it on one device")
     args = parser.parse_args()
     if "RANK" not in os.environ:
-        parser.error("start it with torchrun, as above: it needs one process for each device")
+        parser.error(
+            "one process for each device: torchrun --nproc-per-node=2 scripts/context_parallel.py"
+        )
     on_gpu = torch.cuda.is_available()
     dist.init_process_group("nccl" if on_gpu else "gloo")
     rank = dist.get_rank()

@@ -17,7 +17,6 @@ STARTED = time.monotonic()  # before the imports, which take seconds
 
 import argparse
 import gc
-import json
 import os
 import sys
 from pathlib import Path
@@ -27,7 +26,12 @@ from benchmarks.common import conditions
 from experiments.evaluation import Evaluation, EvaluationSettings
 from experiments.files import write_json
 from experiments.needles import TASKS
-from experiments.refusals import refuse_changes, refuse_missing_path, without_traceback
+from experiments.refusals import (
+    read_json,
+    refuse_changes,
+    refuse_missing_path,
+    without_traceback,
+)
 from experiments.shards import Shards
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -81,7 +85,10 @@ def parse_arguments() -> argparse.Namespace:
         "--half-lives", [None], "memory_max_half_life; 'none' leaves the model as it is",
         type=half_life, nargs="+",
     )  # fmt: skip
-    add("--dtype", "bfloat16" if torch.cuda.is_available() else "float32", "of the weights")
+    add(
+        "--dtype", "bfloat16" if torch.cuda.is_available() else "float32", "of the weights",
+        choices=["float32", "bfloat16", "float16"],
+    )  # fmt: skip
     add("--device", "cuda" if torch.cuda.is_available() else "cpu", "to run on")
     parser.add_argument("--stop-after", type=float, help="seconds; the next call does the rest")
     return parser.parse_args()
@@ -98,7 +105,7 @@ def load(arguments: argparse.Namespace, longest_half_life: float | None):
 
 def parts_of(path: Path, result: dict) -> dict:
     """The parts of an earlier call; `ValueError` if it measured another model or in other ways."""
-    before = json.loads(path.read_text())
+    before = read_json(path)
     now = {name: result[name] for name in MEASURED} | result["settings"]
     # What did not exist then has a default that does what was done then.
     past = now | vars(EvaluationSettings()) | before["settings"]
@@ -118,7 +125,7 @@ def main() -> None:
         shards = Shards(arguments.data, arguments.split)
         tokenizer = AutoTokenizer.from_pretrained(arguments.model)
         of_data = AutoTokenizer.from_pretrained(shards.folder / "tokenizer")
-        if tokenizer.get_vocab() != of_data.get_vocab():
+        if not of_data.get_vocab().items() <= tokenizer.get_vocab().items():
             raise ValueError(
                 f"{arguments.data} was made with another tokenizer than the model's: prepare it "
                 f"again, with --tokenizer {arguments.model}."
@@ -135,8 +142,9 @@ def main() -> None:
         for limit in arguments.half_lives:
             model = load(arguments, limit)
             result["parameters"] = model.num_parameters()
-            evaluation = Evaluation(model, tokenizer, shards, settings)
-            parts = list(evaluation.parts())
+            with without_traceback():
+                evaluation = Evaluation(model, tokenizer, shards, settings)
+                parts = list(evaluation.parts())
             task = progress.add_task("", total=len(parts))
             for method, options in parts:
                 name = " ".join([method, *map(str, options.values()), f"half-life {limit}"])

@@ -23,6 +23,7 @@ from experiments.refusals import (
     RUN_SETTINGS,
     refuse_missing_path,
     refuse_other_settings,
+    refuse_unknown,
     without_traceback,
 )
 from experiments.settings import parse_override
@@ -91,6 +92,7 @@ def training_arguments(arguments: argparse.Namespace) -> TrainingArguments:
     }
     for override in arguments.set:
         values |= parse_override(override)
+    refuse_unknown(values, TrainingArguments.__dataclass_fields__, "TrainingArguments")
     return TrainingArguments(**values)
 
 
@@ -108,16 +110,17 @@ def main() -> None:
         examples = load_examples(arguments.data, arguments.split)
         if "messages" in examples.column_names:
             set_chat_template(tokenizer, arguments.chat_template)
-    validation = None
-    if arguments.validation_fraction:
-        parts = examples.train_test_split(arguments.validation_fraction, seed=arguments.seed)
-        examples, validation = parts["train"], parts["test"]
-    options = {
-        "tokenizer": tokenizer,
-        "max_length": arguments.max_length,
-        "assistant_only": not arguments.whole_chats,
-        "text_column": arguments.column,
-    }
+        options = {
+            "tokenizer": tokenizer,
+            "max_length": arguments.max_length,
+            "assistant_only": not arguments.whole_chats,
+            "text_column": arguments.column,
+        }
+        validation = None
+        if arguments.validation_fraction:
+            parts = examples.train_test_split(arguments.validation_fraction, seed=arguments.seed)
+            examples, validation = parts["train"], encode_examples(parts["test"], **options)
+        examples = encode_examples(examples, **options)
     model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32)
     if arguments.lora_rank:
         from peft import LoraConfig, get_peft_model  # only for adapters
@@ -133,8 +136,8 @@ def main() -> None:
     trainer = Trainer(
         model=model,
         args=settings,
-        train_dataset=encode_examples(examples, **options),
-        eval_dataset=None if validation is None else encode_examples(validation, **options),
+        train_dataset=examples,
+        eval_dataset=validation,
         data_collator=DataCollatorWithFlattening(),
         processing_class=tokenizer,
     )

@@ -11,20 +11,21 @@ it has none.
 """
 
 import argparse
-import json
 from pathlib import Path
 
 from experiments.plots import plot_all, report
-from experiments.refusals import without_traceback
+from experiments.refusals import read_json, without_traceback
 
 MARK = "<!-- results -->"
 
 
 def read_results(path: Path) -> list[dict]:
     """`results.json` as it is; an `evaluation.json` as one result named after its folder."""
-    content = json.loads(path.read_text())
+    content = read_json(path)
     if isinstance(content, list):
         return content
+    if "parts" not in content:
+        raise ValueError(f"{path} is neither of ablate.py nor of evaluate.py: it has no parts.")
     rows = [row for part in content["parts"].values() for row in part["rows"]]
     return [{"name": path.resolve().parent.name, "rows": rows}]
 
@@ -48,6 +49,8 @@ def main() -> None:
     arguments = parser.parse_args()
     with without_traceback():
         results = [result for path in arguments.results for result in read_results(path)]
+    if unknown := set(arguments.only or ()) - {result["name"] for result in results}:
+        raise SystemExit(f"No run {unknown.pop()}: there are {[x['name'] for x in results]}.")
     if arguments.only:
         results = [result for result in results if result["name"] in arguments.only]
     for path in plot_all(results, arguments.output):

@@ -71,22 +71,34 @@ def make_tokenizer(arguments: argparse.Namespace, source: TextTree | Records):
     return tokenizer
 
 
+def find_kind(sources: list[str], form: str) -> str:
+    """The format of all sources; `FileNotFoundError` or `ValueError` for what cannot be read."""
+    if form == "auto":
+        kinds = {kind_of(source) for source in sources}
+    else:
+        kinds = {form}
+        for source in sources:
+            if form != "hub" and not Path(source).exists():
+                raise FileNotFoundError(f"There is no file or folder {source}.")
+    if len(sources) > 1 and kinds != {"text"}:
+        raise ValueError("Several sources must all be folders of text: give one at a time.")
+    return kinds.pop()
+
+
 def main() -> None:
     arguments = parse_arguments()
     console = Console()
     with without_traceback():
-        kind = kind_of(arguments.source[0]) if arguments.format == "auto" else arguments.format
+        kind = find_kind(arguments.source, arguments.format)
         if arguments.tokenizer != "train":
             refuse_missing_path(arguments.tokenizer)
     arguments.output.mkdir(parents=True, exist_ok=True)
     if kind == "text":
         source = TextTree(arguments.source, arguments.patterns, arguments.max_bytes)
-    elif len(arguments.source) == 1:
+    else:
         source = Records(
             arguments.source[0], kind, arguments.config, arguments.split, arguments.column
         )
-    else:
-        raise SystemExit("Several sources must all be folders of text: give one at a time.")
 
     with console.status("Making the tokenizer"):
         tokenizer = make_tokenizer(arguments, source)
@@ -104,18 +116,21 @@ def main() -> None:
                 description=f"{documents:,} documents, {totals['train'][1]:,} training tokens",
             )
 
-        meta = prepare(
-            source,
-            arguments.output,
-            len(tokenizer),
-            tokenizer.eos_token_id,
-            Split(arguments.validation_fraction, arguments.long_tokens, arguments.long_fraction),
-            settings,
-            max_tokens=arguments.max_tokens,
-            block_bytes=int(arguments.block_megabytes * 2**20),
-            workers=arguments.workers,
-            on_block=show,
-        )
+        with without_traceback():
+            meta = prepare(
+                source,
+                arguments.output,
+                len(tokenizer),
+                tokenizer.eos_token_id,
+                Split(
+                    arguments.validation_fraction, arguments.long_tokens, arguments.long_fraction
+                ),
+                settings,
+                max_tokens=arguments.max_tokens,
+                block_bytes=int(arguments.block_megabytes * 2**20),
+                workers=arguments.workers,
+                on_block=show,
+            )
     table = Table("split", "documents", "tokens", "bytes")
     for name, counts in meta["splits"].items():
         table.add_row(name, *(f"{counts[key]:,}" for key in ("documents", "tokens", "bytes")))

@@ -17,7 +17,7 @@ import argparse
 
 from experiments.refusals import without_traceback
 from experiments.settings import load_run
-from experiments.training import build_trainer, train
+from experiments.training import build_trainer, check_start, train
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -40,8 +40,8 @@ def main() -> None:
     deadline = None if arguments.stop_after is None else STARTED + arguments.stop_after
     with without_traceback():
         settings = load_run(arguments.settings, arguments.set)
-        trainer = build_trainer(settings, deadline)
-    if train(trainer) is None:
+        check_start(settings)
+    if train(build_trainer(settings, deadline)) is None:
         print(f"Stopped early; the same command goes on from the checkpoint in {settings.output}")
 
 

@@ -2,6 +2,7 @@
 # Licensed under the Apache License, Version 2.0; see the file LICENSE.
 """The scripts for measurements: long inputs read right, needles, grids, tables, fine-tuning."""
 
+import copy
 import importlib.util
 import json
 import shutil
@@ -404,7 +405,11 @@ def test_cells_run_on_every_device_and_go_on_after_a_stop(cells, tmp_path, monke
 
 
 def test_tables_hold_the_cells_of_earlier_calls(cells, tmp_path, monkeypatch):
-    arguments = [str(tmp_path / "grid.yaml"), "--output", str(tmp_path / "out"), "--only"]
+    (tmp_path / "d").mkdir()
+    write_shard(tmp_path / "d", "train-00000", [np.zeros(4, "<u2")], [(4, 4, 0)])
+    (tmp_path / "d" / "meta.json").write_text('{"dtype": "<u2"}')
+    arguments = [str(tmp_path / "grid.yaml"), "--output", str(tmp_path / "out")]
+    arguments += ["--data", str(tmp_path / "d"), "--only"]
     for cell in cells[:2]:
         cell.folder.mkdir(parents=True)
         write_json(cell.result, fake_results()[0]["training"])
@@ -413,6 +418,10 @@ def test_tables_hold_the_cells_of_earlier_calls(cells, tmp_path, monkeypatch):
         load_script("ablate").main()
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     assert [result["name"] for result in results] == ["special", "polar-memory"]
+    # Not those of a folder that holds another run.
+    write_json(cells[0].folder / "run_settings.json", {"steps": 70})
+    with pytest.raises(SystemExit, match="special was begun with other settings"):
+        load_script("ablate").main()
 
 
 def fake_results() -> list[dict]:
@@ -459,6 +468,16 @@ def test_tables_and_plots_show_every_run_and_length(tmp_path):
     # The half-life of 256 has losses alone: no empty rows of it.
     retrieval = text[text.index("Retrieval") :]
     assert "half-life" not in retrieval and "half-life 256" in text
+
+
+@pytest.mark.parametrize("loss", [float("nan"), float("inf"), 0.0, 1e9])
+def test_odd_losses_are_plotted(tmp_path, loss):
+    results = fake_results()
+    for row in results[0]["rows"]:
+        if "nats_per_token" in row:
+            row["nats_per_token"] = loss
+    assert plot_all(results[:1], tmp_path / "one") and plot_all(results, tmp_path / "all")
+    assert plot_all([results[0] | {"name": f"run {i}"} for i in range(40)], tmp_path / "many")
 
 
 def test_needles_at_other_depths_alone_are_shown(tmp_path):
@@ -554,6 +573,21 @@ MISTAKES = {
     ),
     "no model": ("evaluate", ["./gone", "--data", "gone", "--output", "out.json"], "folder ./gone"),
     "no model to tune": ("finetune", ["/gone", "--data", "x.jsonl", "--output", "out"], "er /gone"),
+    "a second text": (
+        "prepare_data", ["--source", "/usr", "./gone", "--output", "out"], "folder ./gone"
+    ),
+    "no table": ("prepare_data", ["--source", "gone.parquet", "--output", "out"], "gone.parquet"),
+    "no folder": (
+        "prepare_data", ["--source", "gone", "--format", "text", "--output", "out"], "folder gone"
+    ),
+    "no data for a grid": (
+        "ablate", [str(SCRIPTS / "configs" / "grid.yaml"), "--data", "gone", "--output", "out"],
+        "gone holds no finished data",
+    ),
+    "a folder as settings": ("train", ["."], "directory"),
+    "an argument's name": (
+        "finetune", ["/usr", "--data", "x", "--output", "out", "--set", "stepps=1"], "'stepps'"
+    ),
     "no results": ("plot_results", ["gone.json", "--output", "out"], "gone.json"),
 }  # fmt: skip
 
@@ -575,7 +609,9 @@ def test_names_of_the_hub_are_no_missing_paths(tmp_path, monkeypatch):
         refuse_missing_path(name)
     (tmp_path / "text.txt").touch()
     refuse_missing_path("text.txt")
-    for name in ("./gpt2", "/gone", "~/gone", "runs/small/model", "gone.jsonl"):
+    for name in ("hf://datasets/owner/name/a.parquet", "owner/corpus.txt"):
+        refuse_missing_path(name)
+    for name in ("./gpt2", "/gone", "~/gone", "runs/small/model"):
         with pytest.raises(FileNotFoundError, match=name):
             refuse_missing_path(name)
 
@@ -588,6 +624,31 @@ def test_data_of_another_tokenizer_are_refused(model, shards, tmp_path, monkeypa
     monkeypatch.setattr(sys, "argv", ["evaluate", *arguments])
     with pytest.raises(SystemExit, match="another tokenizer"):
         load_script("evaluate").main()
+
+
+def test_a_tokenizer_may_have_grown_since(model, tokenizer, shards, tmp_path, monkeypatch):
+    model.save_pretrained(tmp_path / "model")
+    grown = copy.deepcopy(tokenizer)
+    grown.add_tokens(["<|user|>"])
+    grown.save_pretrained(tmp_path / "model")
+    arguments = [str(tmp_path / "model"), "--data", str(shards.folder), "--lengths", "128"]
+    arguments += ["--output", str(tmp_path / "evaluation.json"), "--min-documents", "1"]
+    monkeypatch.setattr(sys, "argv", ["evaluate", *arguments, "--tasks", "--documents", "1"])
+    load_script("evaluate").main()
+    assert (tmp_path / "evaluation.json").exists()
+
+
+def test_files_that_are_something_else_are_named(tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    monkeypatch.setattr(sys, "argv", ["plot_results", str(path), "--output", str(tmp_path / "out")])
+    for content, message in (('{"a": 1', "file is no JSON file"), ("{}", "file is neither")):
+        path.write_text(content)
+        with pytest.raises(SystemExit, match=message):
+            load_script("plot_results").main()
+    path.write_text("a: [1")
+    monkeypatch.setattr(sys, "argv", ["train", str(path)])
+    with pytest.raises(SystemExit, match="file is no YAML file"):
+        load_script("train").main()
 
 
 @pytest.mark.parametrize("name", ["prepare_data", "train", "ablate", "plot_results"])

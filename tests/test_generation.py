@@ -10,7 +10,7 @@ import transformers
 from atma import AtmaCache
 from atma.outputs_atma import CACHE_NAME
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, TextStreamer
-from transformers.generation import CompileConfig
+from transformers.generation import CompileConfig, MaxLengthCriteria
 
 GREEDY = {"do_sample": False, "eos_token_id": None}
 CORES = [{}, {"attention_type": "nope"}, {"attention_type": "rope"}, {"attention_window": 6}]
@@ -48,17 +48,25 @@ def test_greedy_equals_a_loop_without_cache(make_model, tokens, overrides, padde
 
 
 @pytest.mark.smoke
-def test_the_training_length_is_no_limit(make_model, tokens, monkeypatch):
+@pytest.mark.parametrize("overrides", [{}, {"attention_type": "rope"}], ids=["polar", "rope"])
+def test_the_training_length_is_no_limit(make_model, tokens, monkeypatch, overrides):
     """By `max_position_embeddings` generate() would cut its default length, refuse, or warn."""
     warnings = []
     logger = transformers.generation.stopping_criteria.logger
     monkeypatch.setattr(logger, "warning_once", warnings.append)
-    model = make_model(max_position_embeddings=16)
+    model = make_model(max_position_embeddings=16, **overrides)
     for length in (10, 17):
         ids = tokens(1, length)
         assert torch.equal(model.generate(ids, **GREEDY), greedy_without_cache(model, ids, 20))
         assert model.generate(ids, max_new_tokens=3, **GREEDY).shape == (1, length + 3)
         assert model.generate(ids, max_length=length + 2, **GREEDY).shape == (1, length + 2)
+        embeds = model.get_input_embeddings()(ids)
+        assert model.generate(inputs_embeds=embeds, **GREEDY).shape == (1, 20)
+    given = MaxLengthCriteria(19, max_position_embeddings=18)
+    assert model.generate(ids, stopping_criteria=[given], **GREEDY).shape == (1, 19)
+    assert given.max_position_embeddings == 18  # the caller's own stays as it is
+    model.generation_config.max_length = 22
+    assert model.generate(ids, **GREEDY).shape == (1, 22)
     assert not warnings
 
 

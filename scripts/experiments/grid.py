@@ -73,6 +73,8 @@ def read_grid(path: str | Path, data: str | None = None, output: str | None = No
     known = {"base", "output", "changes", "evaluation", "cells", "factors"}
     if unknown := sorted(set(grid) - known):
         raise ValueError(f"Unknown entry {unknown[0]!r} of {path}: choose from {sorted(known)}.")
+    if missing := {"base", "output"} - ({"output"} if output else set()) - set(grid):
+        raise ValueError(f"{path} lacks {' and '.join(sorted(missing))}.")
     base = merge(read_yaml(Path(path).parent / grid["base"]), grid.get("changes", {}))
     if data is not None:
         base["data"] = data
@@ -104,6 +106,13 @@ def read_grid(path: str | Path, data: str | None = None, output: str | None = No
     return cells
 
 
+def refuse_other_runs(cells: Sequence[Cell]) -> None:
+    """Raises `ValueError` if the folder of a cell holds a run with other settings."""
+    for cell in cells:
+        identity = build(RunSettings, cell.run).identity()
+        refuse_other_settings(cell.folder / RUN_SETTINGS, identity)
+
+
 class Scheduler:
     """
     Runs cells, as many at once as there are `devices`: numbers of GPUs, or `None` for a process on
@@ -124,9 +133,7 @@ class Scheduler:
         on_change: Callable[[dict[str, str]], None] = lambda states: None,
     ):
         self.cells, self.devices, self.on_change = list(cells), list(devices), on_change
-        for cell in self.cells:
-            identity = build(RunSettings, cell.run).identity()
-            refuse_other_settings(cell.folder / RUN_SETTINGS, identity)
+        refuse_other_runs(self.cells)
         self.deadline = time.monotonic() + (stop_after or float("inf"))
         self.states = {c.name: "done" if c.done.exists() else "waiting" for c in self.cells}
         self._waiting = [cell for cell in self.cells if not cell.done.exists()]
@@ -236,4 +243,4 @@ def collect(cells: Sequence[Cell]) -> list[dict]:
     return results
 
 
-__all__ = ["Cell", "Scheduler", "collect", "read_grid"]
+__all__ = ["Cell", "Scheduler", "collect", "read_grid", "refuse_other_runs"]

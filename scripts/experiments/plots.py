@@ -3,6 +3,7 @@
 """Plots and tables of results: a list of `{"name", "training", "rows"}`, as `collect` makes it."""
 
 import itertools
+import math
 from pathlib import Path
 
 import matplotlib
@@ -10,6 +11,7 @@ import matplotlib
 matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
+from matplotlib.ticker import NullFormatter
 
 LOSSES = {
     "document_loss": "held-out documents up to a length",
@@ -85,24 +87,35 @@ def plot_by_length(
 ) -> None:
     """One line for each result (and half-life): `key` of `measure` against the length.
 
-    The half-lives of one result have its color, and lines of their own kind.
+    Each result has a color, each half-life a line style. Losses have a logarithmic axis, on which
+    one that collapses leaves the others room.
     """
     figure, axes = _axes((9, 4.5))
-    for result, color in zip(results, _colors(), strict=False):
-        lines = curves([result], measure)
-        for (name, rows), style in zip(lines, itertools.cycle(["-", "--", ":", "-."])):
+    limits = half_lives_of({"rows": [row for result in results for row in result["rows"]]})
+    styles = dict(zip(limits, itertools.cycle(["-", "--", ":", "-."])))
+    values = []
+    for result, color in zip(results, itertools.cycle(_colors())):
+        for name, rows in curves([result], measure):
             x, y = [row["length"] for row in rows], [row[key] for row in rows]
+            values += y
+            style = styles[rows[0]["half_life"]]
             axes.plot(x, y, style, marker="o", markersize=4, linewidth=1.5, color=color, label=name)
     trained = {result["run"].get("sequence_length") for result in results if "run" in result}
     _length_axis(axes, lengths_of(results, measure), trained.pop() if len(trained) == 1 else None)
     axes.set(title=title, ylabel=label)
     if key in ("accuracy", "exact_match"):
         axes.set_ylim(-0.03, 1.03)
-    else:  # one collapse would press all others into a line
-        axes.set_yscale("log")
-        for axis_format in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
-            axis_format("{x:g}")
-    figure.legend(fontsize=8, frameon=False, loc="outside right center")
+    elif all(math.isnan(value) or value > 0 for value in values):
+        finite = [value for value in values if math.isfinite(value)]
+        if finite:
+            axes.set_yscale("log")
+            axes.set_ylabel(f"{label} (logarithmic)")
+            axes.grid(which="both", alpha=0.25)
+            axes.yaxis.set_major_formatter("{x:g}")
+            narrow = max(finite) < 10 * min(finite)
+            axes.yaxis.set_minor_formatter("{x:g}" if narrow else NullFormatter())
+    columns = 1 + len(axes.lines) // 25
+    figure.legend(fontsize=8, frameon=False, loc="outside right center", ncols=columns)
     figure.savefig(path, dpi=150)
     plt.close(figure)
 

@@ -157,14 +157,20 @@ class Records:
 
 
 def kind_of(source: str) -> str:
-    """What `--format auto` means: "text", "parquet", "json" or "hub"."""
+    """
+    What `--format auto` means: "text", "parquet", "json" or "hub".
+
+    Raises `FileNotFoundError` for a path that is not there, `ValueError` for other files.
+    """
     refuse_missing_path(source)
     path = Path(source)
+    kinds = {".parquet": "parquet", ".jsonl": "json", ".json": "json"}
     if path.is_dir():
         return "text"
     if not path.exists():
+        if path.suffix in kinds:
+            raise FileNotFoundError(f"There is no file {source} (on the Hub: --format hub).")
         return "hub"
-    kinds = {".parquet": "parquet", ".jsonl": "json", ".json": "json"}
     if path.suffix not in kinds:
         raise ValueError(f"{source} is neither a folder nor a parquet or jsonl file.")
     return kinds[path.suffix]

@@ -4,7 +4,7 @@
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 RUN_SETTINGS = "run_settings.json"  # in the folder of a run: what it was begun with
@@ -15,7 +15,7 @@ def without_traceback() -> Iterator[None]:
     """For the first steps of a script: what the user got wrong ends it with that sentence alone."""
     try:
         yield
-    except (FileNotFoundError, ValueError) as error:
+    except (OSError, ValueError) as error:  # OSError: missing files, names that no Hub knows
         raise SystemExit(f"{error}") from error
 
 
@@ -25,33 +25,48 @@ def refuse_missing_path(name: str) -> None:
     would look for it on the Hub, where names are `name` or `owner/name`.
     """
     is_path = name.startswith((".", "/", "~")) or name.count("/") > 1
-    is_file = Path(name).suffix in (".json", ".jsonl", ".parquet", ".txt")
-    if (is_path or is_file) and not Path(name).exists():
+    if is_path and "://" not in name and not Path(name).exists():
         raise FileNotFoundError(f"There is no file or folder {name}.")
+
+
+def refuse_unknown(names: Iterable[str], known: Iterable[str], what: str) -> None:
+    """Raises `ValueError` for the first of `names` that is none of `what`'s."""
+    if unknown := sorted(set(names) - set(known)):
+        raise ValueError(f"{what} has no field {unknown[0]!r}.")
+
+
+def read_json(path: Path):
+    """What a JSON file holds; `ValueError` names the file if it holds something else."""
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON file: {error}.") from error
 
 
 def refuse_other_settings(path: Path, settings: dict) -> None:
     """Raises `ValueError` if a folder was begun with other settings: those of its file `path`."""
     if path.exists():
-        refuse_changes(path.parent, json.loads(path.read_text()), settings)
+        refuse_changes(path.parent, read_json(path), settings)
 
 
-def refuse_changes(place: Path, before: dict, settings: dict) -> None:
-    """Raises `ValueError` if what stands at `place` was begun with others than these settings."""
-    before, now = (json.loads(json.dumps(x)) for x in (before, settings))
+def refuse_changes(place: Path, before: dict, now: dict) -> None:
+    """Raises `ValueError` if what stands at `place` was begun with others than the settings now."""
+    before, now = (json.loads(json.dumps(settings)) for settings in (before, now))
     changed = sorted(name for name in before | now if before.get(name) != now.get(name))
     if changed:
-        was, now_is = (x.get(changed[0]) for x in (before, now))
+        first = changed[0]
         raise ValueError(
-            f"{place} was begun with other settings ({', '.join(changed)}; {changed[0]} was "
-            f"{was!r}, is {now_is!r}): choose another output, or delete it."
+            f"{place} was begun with other settings ({', '.join(changed)}; {first} was "
+            f"{before.get(first)!r}, is {now.get(first)!r}): choose another output, or delete it."
         )
 
 
 __all__ = [
     "RUN_SETTINGS",
+    "read_json",
     "refuse_changes",
     "refuse_missing_path",
     "refuse_other_settings",
+    "refuse_unknown",
     "without_traceback",
 ]

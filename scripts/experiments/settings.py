@@ -196,7 +196,10 @@ def merge(base: dict, changes: dict) -> dict:
 
 
 def read_yaml(path: str | Path) -> dict:
-    values = yaml.safe_load(Path(path).read_text())
+    try:
+        values = yaml.safe_load(Path(path).read_text())
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is no YAML file: {error}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path} must hold names and values.")
     return values

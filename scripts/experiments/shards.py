@@ -49,6 +49,8 @@ class Shards:
                 f"--output {folder}; it goes on where it stopped."
             )
         self.meta = json.loads((self.folder / "meta.json").read_text())
+        if split not in self.meta.get("splits", [split]):
+            raise ValueError(f"{folder} has no split {split!r}: {', '.join(self.meta['splits'])}.")
         names = sorted(self.folder.glob(f"{split}-*.npy"))
         dtype = np.dtype(self.meta["dtype"])
         self._ids = [np.memmap(name.with_suffix(".bin"), dtype, "r") for name in names]

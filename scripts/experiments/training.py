@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, Trainer, TrainerCallback, TrainingArgume
 from .checkpoints import last_checkpoint
 from .files import write_json
 from .optimizer import build_optimizer
-from .refusals import RUN_SETTINGS, refuse_other_settings
+from .refusals import RUN_SETTINGS, refuse_other_settings, refuse_unknown
 from .rows import Rows, isolate_documents, stack_rows
 from .settings import RunSettings
 from .shards import Shards
@@ -154,6 +154,7 @@ def training_arguments(settings: RunSettings) -> TrainingArguments:
         "prediction_loss_only": True,
         "ddp_find_unused_parameters": False,
     }
+    refuse_unknown(settings.trainer, TrainingArguments.__dataclass_fields__, "TrainingArguments")
     # YAML reads a bare `no` as false.
     given = {
         name: "no" if value is False and name.endswith("_strategy") else value
@@ -186,15 +187,21 @@ def training_arguments(settings: RunSettings) -> TrainingArguments:
     return arguments
 
 
+def check_start(settings: RunSettings) -> None:
+    """
+    Raises `ValueError` if the folder of the run holds one with other settings, and
+    `FileNotFoundError` if the data are not there.
+    """
+    refuse_other_settings(Path(settings.output) / RUN_SETTINGS, settings.identity())
+    Shards(settings.data, "train")
+
+
 def build_trainer(settings: RunSettings, deadline: float | None = None) -> PretrainingTrainer:
     """
     The Trainer of a run, with its model and data; it stops at `deadline`, a time of
-    `time.monotonic()`.
-
-    Raises `ValueError` if the folder holds a run with other settings, and `FileNotFoundError` if
-    the data are not there.
+    `time.monotonic()`. Raises what `check_start` does.
     """
-    refuse_other_settings(Path(settings.output) / RUN_SETTINGS, settings.identity())
+    check_start(settings)
     shards = Shards(settings.data, "train")
     tokenizer = AutoTokenizer.from_pretrained(Path(settings.data) / "tokenizer")
     arguments = training_arguments(settings)
@@ -264,4 +271,11 @@ def summarise(trainer: PretrainingTrainer) -> dict:
     }
 
 
-__all__ = ["PretrainingTrainer", "build_model", "build_trainer", "train", "training_arguments"]
+__all__ = [
+    "PretrainingTrainer",
+    "build_model",
+    "build_trainer",
+    "check_start",
+    "train",
+    "training_arguments",
+]
