@@ -16,7 +16,8 @@ from experiments.files import write_json
 from experiments.grid import Scheduler, collect, read_grid, refuse_other_runs
 from experiments.plots import plot_all, report
 from experiments.refusals import without_traceback
-from experiments.shards import Shards
+from experiments.settings import RunSettings, build
+from experiments.training import check_start
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
@@ -52,8 +53,8 @@ def main() -> None:
     with without_traceback():
         grid = read_grid(arguments.grid, arguments.data, arguments.output)
         refuse_other_runs(grid)  # all of them are in the tables
-        for data in {cell.run["data"] for cell in grid}:
-            Shards(data, "train")
+        for cell in grid:
+            check_start(build(RunSettings, cell.run))
     cells = grid
     if arguments.only:
         if unknown := set(arguments.only) - {cell.name for cell in grid}:

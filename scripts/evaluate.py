@@ -17,6 +17,7 @@ STARTED = time.monotonic()  # before the imports, which take seconds
 
 import argparse
 import gc
+import hashlib
 import os
 import sys
 from pathlib import Path
@@ -32,7 +33,7 @@ from experiments.refusals import (
     refuse_missing_path,
     without_traceback,
 )
-from experiments.shards import Shards
+from experiments.shards import Shards, fingerprint
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -94,6 +95,17 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def model_fingerprint(model: str) -> str | None:
+    """A hash of a local checkpoint's configuration and weights; `None` for one of the Hub."""
+    digest = hashlib.sha256()
+    paths = sorted([*Path(model).glob("*.safetensors"), *Path(model).glob("config.json")])
+    for path in paths:
+        with path.open("rb") as file:
+            while block := file.read(2**24):
+                digest.update(block)
+    return digest.hexdigest()[:16] if paths else None
+
+
 def load(arguments: argparse.Namespace, longest_half_life: float | None):
     """The checkpoint in evaluation mode, its memory's half-life limited if that is wanted."""
     overrides = {} if longest_half_life is None else {"memory_max_half_life": longest_half_life}
@@ -106,10 +118,12 @@ def load(arguments: argparse.Namespace, longest_half_life: float | None):
 def parts_of(path: Path, result: dict) -> dict:
     """The parts of an earlier call; `ValueError` if it measured another model or in other ways."""
     before = read_json(path)
-    now = {name: result[name] for name in MEASURED} | result["settings"]
+    now = {name: result[name] for name in (*MEASURED, "fingerprints")} | result["settings"]
     # What did not exist then has a default that does what was done then.
     past = now | vars(EvaluationSettings()) | before["settings"]
-    past |= {name: before[name] for name in MEASURED if name in before}
+    past |= {name: before[name] for name in (*MEASURED, "fingerprints") if name in before}
+    # Each part is of one task and depth: others may come in.
+    past, now = ({n: v for n, v in x.items() if n not in ("tasks", "depths")} for x in (past, now))
     refuse_changes(path, past, now)
     return before["parts"]
 
@@ -130,12 +144,26 @@ def main() -> None:
                 f"{arguments.data} was made with another tokenizer than the model's: prepare it "
                 f"again, with --tokenizer {arguments.model}."
             )
+        if not shards.num_tokens:
+            raise ValueError(
+                f"The split {arguments.split!r} of {arguments.data} is empty: prepare the data "
+                "with a smaller --long-tokens, or choose another --split."
+            )
+        result["fingerprints"] = {
+            "model": model_fingerprint(arguments.model),
+            "data": fingerprint(arguments.data),
+        }
         if arguments.output.exists():
             result["parts"] = parts_of(arguments.output, result)
     result["conditions"] = conditions()
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
 
     deadline = STARTED + (float("inf") if arguments.stop_after is None else arguments.stop_after)
+    if shards.num_tokens < max(settings.lengths):
+        print(
+            f"The split {arguments.split!r} holds {shards.num_tokens:,} tokens: the gaps of "
+            "needles in longer contexts repeat it."
+        )
     console = Console(width=None if sys.stdout.isatty() else 200)
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
     with Progress(*columns, TimeElapsedColumn(), console=console) as progress:

@@ -16,13 +16,11 @@ from pathlib import Path
 
 import atma  # noqa: F401, makes the model known to the Auto classes
 import torch
-from experiments.checkpoints import last_checkpoint
+from experiments.checkpoints import RUN_SETTINGS, last_checkpoint, refuse_other_run
 from experiments.files import write_json
 from experiments.finetuning import encode_examples, load_examples, set_chat_template
 from experiments.refusals import (
-    RUN_SETTINGS,
     refuse_missing_path,
-    refuse_other_settings,
     refuse_unknown,
     without_traceback,
 )
@@ -100,11 +98,15 @@ def main() -> None:
     arguments = parse_arguments()
     if arguments.merge and not arguments.lora_rank:
         raise SystemExit("--merge needs --lora-rank: there is nothing to merge without an adapter.")
-    begun = {name: value for name, value in vars(arguments).items() if name != "output"}
+    begun = {n: value for n, value in vars(arguments).items() if n not in ("output", "merge")}
     begun_with = Path(arguments.output) / RUN_SETTINGS
     with without_traceback():
-        refuse_other_settings(begun_with, begun)
+        refuse_other_run(arguments.output, begun)
         refuse_missing_path(arguments.model)
+        if (Path(arguments.model) / "adapter_config.json").exists():
+            raise ValueError(
+                f"{arguments.model} is an adapter, not a model: make it one with --merge, first."
+            )
         settings = training_arguments(arguments)
         tokenizer = AutoTokenizer.from_pretrained(arguments.model)
         examples = load_examples(arguments.data, arguments.split)
@@ -149,8 +151,14 @@ def main() -> None:
     model.config.use_cache = True  # Trainer switches it off; the saved model wants it
     if arguments.lora_rank and arguments.merge:
         trainer.model = model.merge_and_unload()
-    trainer.save_model(f"{arguments.output}/model")
-    print(f"Saved to {arguments.output}/model")
+    folder = f"{arguments.output}/model"
+    trainer.save_model(folder)
+    print(f"Saved to {folder}")
+    if arguments.lora_rank and not arguments.merge:
+        print(
+            f"It is an adapter of {arguments.model}: load it with its own tokenizer, as in "
+            f"pipeline(..., {folder!r}, tokenizer={folder!r}), or call again with --merge."
+        )
 
 
 if __name__ == "__main__":

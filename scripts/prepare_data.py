@@ -20,10 +20,12 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rich.table import Table
 
 
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Shows defaults, and leaves the examples as they are written."""
+
+
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument(
         "--source", nargs="+", required=True, help="folders of text, a file, or a Hub repository"
     )
@@ -49,7 +51,9 @@ def parse_arguments() -> argparse.Namespace:
         "--long-tokens", type=int, default=65536, help="documents of as many are held out whole"
     )
     parser.add_argument("--long-fraction", type=float, default=1.0, help="share of them held out")
-    parser.add_argument("--max-tokens", type=int, help="stop after about as many training tokens")
+    parser.add_argument(
+        "--max-tokens", type=int, help="stop after as many training tokens, at the end of a block"
+    )
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes")
     parser.add_argument("--block-megabytes", type=float, default=8, help="text of one shard")
     return parser.parse_args()
@@ -57,7 +61,9 @@ def parse_arguments() -> argparse.Namespace:
 
 def make_tokenizer(arguments: argparse.Namespace, source: TextTree | Records):
     """The tokenizer of the output folder, made if it is not there."""
-    from experiments.tokenizer import load_tokenizer, train_tokenizer  # the workers need neither
+    # The workers need neither. With `atma` imported, the tokenizer of a checkpoint asks nothing.
+    import atma  # noqa: F401
+    from experiments.tokenizer import load_tokenizer, train_tokenizer
 
     folder = arguments.output / "tokenizer"
     if (folder / "tokenizer.json").exists():
@@ -92,6 +98,8 @@ def main() -> None:
         kind = find_kind(arguments.source, arguments.format)
         if arguments.tokenizer != "train":
             refuse_missing_path(arguments.tokenizer)
+        elif arguments.vocab_size <= 256:
+            raise ValueError("--vocab-size must be more than 256: each byte is a token.")
     arguments.output.mkdir(parents=True, exist_ok=True)
     if kind == "text":
         source = TextTree(arguments.source, arguments.patterns, arguments.max_bytes)
@@ -102,7 +110,9 @@ def main() -> None:
 
     with console.status("Making the tokenizer"):
         tokenizer = make_tokenizer(arguments, source)
-    names = ("source", "patterns", "max_bytes", "config", "split", "column", "tokenizer")
+    names = ["source", "patterns", "max_bytes", "config", "split", "column", "tokenizer"]
+    if arguments.tokenizer == "train":
+        names += ["vocab_size", "tokenizer_megabytes"]
     settings = {name: getattr(arguments, name) for name in names} | {"format": kind}
     columns = (SpinnerColumn(), BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:

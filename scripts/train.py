@@ -43,6 +43,8 @@ def main() -> None:
         check_start(settings)
     if train(build_trainer(settings, deadline)) is None:
         print(f"Stopped early; the same command goes on from the checkpoint in {settings.output}")
+    else:
+        print(f"Saved to {settings.output}/model")
 
 
 if __name__ == "__main__":

@@ -439,6 +439,15 @@ def test_a_folder_of_another_run_is_refused_before_anything_is_lost(folder):
         with pytest.raises(ValueError, match=name):
             train(run_settings(folder, "first", **{"steps": 2} | changes))
     assert (folder / "first" / "result.json").read_bytes() == before
+    # Neither may the data, wherever they lie; but a folder in which nothing was done is free.
+    shutil.copytree(folder / "data", folder / "moved")
+    train(run_settings(folder, "first", steps=2, data=str(folder / "moved")))
+    train_tokenizer(["other text"], 400).save_pretrained(folder / "moved" / "tokenizer")
+    with pytest.raises(ValueError, match="settings .data;"):
+        train(run_settings(folder, "first", steps=2, data=str(folder / "moved")))
+    (folder / "begun").mkdir()
+    shutil.copy(folder / "first" / "run_settings.json", folder / "begun")
+    training.check_start(run_settings(folder, "begun", steps=3))
     # How it is run may change.
     changes = {"steps": 2, "rows_per_device": 4, "trainer": {"save_steps": 50}}
     train(run_settings(folder, "first", **changes))
@@ -716,9 +725,13 @@ def test_settings_that_do_not_fit_are_refused(folder):
         build(RunSettings, {"data": "a"})
     with pytest.raises(ValueError, match="rows_per_device"):
         run_settings(folder, "unused").accumulation_steps(3)
-    with pytest.raises(ValueError, match="no field 'hidden'"):
-        tokenizer = load_tokenizer(str(folder / "data/tokenizer"))
-        training.build_model(run_settings(folder, "unused", model={"hidden": 3}), tokenizer)
+    for model, message in (
+        ({"hidden": 3}, "no field 'hidden'"),
+        ({"from_pretrained": 3}, "no field 'from_pretrained'"),
+        ({"vocab_size": 100}, "has 400 tokens"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            training.build_trainer(run_settings(folder, "unused", model=model))
 
 
 def test_overrides_reach_into_the_yaml_file(tmp_path):

@@ -246,6 +246,9 @@ def test_the_evaluation_script_does_what_is_missing(
     capsys.readouterr()
     script.main()
     assert "measure" not in capsys.readouterr().out  # nothing was measured twice
+    monkeypatch.setattr(sys, "argv", [*arguments, "--tasks", "passkey", "induction"])
+    script.main()  # another task may come in
+    assert capsys.readouterr().out.count("measure induction") == 2
     for changed, message in (
         (["--seed", "1"], "seed was 0, is 1"),
         (["--split", "train"], "split was 'long', is 'train'"),
@@ -257,8 +260,16 @@ def test_the_evaluation_script_does_what_is_missing(
                 shutil.copy(path, path.with_name(path.name.replace("long", "train")))
         with pytest.raises(SystemExit, match=message):
             script.main()
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        next(other.parameters()).add_(1)
+    other.save_pretrained(tmp_path / "model")
+    monkeypatch.setattr(sys, "argv", arguments)
+    with pytest.raises(SystemExit, match="fingerprints"):  # another model, by the same name
+        script.main()
+    model.save_pretrained(tmp_path / "model")
     # A file from before a setting existed, whose default keeps what was done.
-    for name in ("give_up_below", "data", "split"):
+    for name in ("give_up_below", "data", "split", "fingerprints"):
         (result["settings"] if name in result["settings"] else result).pop(name)
     (tmp_path / "evaluation.json").write_text(json.dumps(result))
     monkeypatch.setattr(sys, "argv", arguments)
@@ -418,6 +429,14 @@ def test_tables_hold_the_cells_of_earlier_calls(cells, tmp_path, monkeypatch):
         load_script("ablate").main()
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     assert [result["name"] for result in results] == ["special", "polar-memory"]
+    # What was measured with other arguments is not taken for what the grid says now.
+    changed = json.dumps(GRID | {"evaluation": ["--lengths", "4K"]})
+    write_json(cells[1].done, cells[1].evaluations)
+    load_script("ablate").main()
+    (tmp_path / "grid.yaml").write_text(changed)
+    with pytest.raises(SystemExit, match="polar-memory was measured with other arguments"):
+        load_script("ablate").main()
+    (tmp_path / "grid.yaml").write_text(json.dumps(GRID))
     # Not those of a folder that holds another run.
     write_json(cells[0].folder / "run_settings.json", {"steps": 70})
     with pytest.raises(SystemExit, match="special was begun with other settings"):
@@ -559,6 +578,11 @@ def test_a_checkpoint_is_finetuned(model, tokenizer, tmp_path, monkeypatch, what
     name = "model.layers.1.mixer.q_proj.weight"
     assert not torch.equal(tuned.state_dict()[name], model.state_dict()[name])
     assert tuned.config.use_cache
+    if what != "texts":
+        write_json(tmp_path / "model" / "adapter_config.json", {})
+        monkeypatch.setattr(sys, "argv", arguments)
+        with pytest.raises(SystemExit, match="is an adapter"):
+            load_script("finetune").main()
 
 
 SMALL = str(SCRIPTS / "configs" / "small.yaml")
@@ -572,6 +596,10 @@ MISTAKES = {
         "prepare_data", ["--source", ".", "--tokenizer", "/gone", "--output", "out"], "folder /gone"
     ),
     "no model": ("evaluate", ["./gone", "--data", "gone", "--output", "out.json"], "folder ./gone"),
+    "an empty vocabulary": (
+        "prepare_data", ["--source", "/usr", "--vocab-size", "9", "--output", "out"], "256"
+    ),
+    "no steps": ("train", [SMALL, "--set", "steps=0"], "steps must be 1 or more"),
     "no model to tune": ("finetune", ["/gone", "--data", "x.jsonl", "--output", "out"], "er /gone"),
     "a second text": (
         "prepare_data", ["--source", "/usr", "./gone", "--output", "out"], "folder ./gone"

@@ -211,6 +211,7 @@ class Evaluation:
                 ids = batch.to(self.model.device)
                 generated = self.model.generate(
                     ids,
+                    attention_mask=torch.ones_like(ids),
                     **{CACHE_NAME: self.reader.fill(ids[:, :-1])},
                     max_new_tokens=count,
                     min_new_tokens=count,

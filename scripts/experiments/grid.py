@@ -19,7 +19,8 @@ from pathlib import Path
 
 import yaml
 
-from .refusals import RUN_SETTINGS, refuse_other_settings
+from .checkpoints import refuse_other_run
+from .files import write_json
 from .settings import RunSettings, build, merge, read_yaml
 
 SCRIPTS = Path(__file__).resolve().parent.parent
@@ -107,10 +108,15 @@ def read_grid(path: str | Path, data: str | None = None, output: str | None = No
 
 
 def refuse_other_runs(cells: Sequence[Cell]) -> None:
-    """Raises `ValueError` if the folder of a cell holds a run with other settings."""
+    """Raises `ValueError` if a cell was run or measured in another way than the grid says."""
     for cell in cells:
-        identity = build(RunSettings, cell.run).identity()
-        refuse_other_settings(cell.folder / RUN_SETTINGS, identity)
+        refuse_other_run(cell.folder, build(RunSettings, cell.run).identity())
+        measured = cell.done.read_text() if cell.done.exists() else ""
+        if measured and json.loads(measured) != json.loads(json.dumps(cell.evaluations)):
+            raise ValueError(
+                f"{cell.folder} was measured with other arguments of evaluate.py: delete the files "
+                "done and evaluation*.json there to measure anew, or choose another output."
+            )
 
 
 class Scheduler:
@@ -193,7 +199,7 @@ class Scheduler:
             arguments += ["--output", str(cell.folder / name), *further]
             if code := self._call(cell, device, "evaluate", arguments):
                 return "stopped in evaluation" if code == os.EX_TEMPFAIL else "failed in evaluation"
-        cell.done.touch()
+        write_json(cell.done, cell.evaluations)
         return "done"
 
     def _call(self, cell: Cell, device: int | None, script: str, arguments: list[str]) -> int:

@@ -238,7 +238,8 @@ def prepare(
     `ValueError` if the folder was begun with other `settings`, or no training text was found.
     """
     settings = {**settings, **asdict(split), "block_bytes": block_bytes, "max_tokens": max_tokens}
-    refuse_other_settings(folder / "settings.json", settings)
+    if (folder / "progress.jsonl").exists():
+        refuse_other_settings(folder / "settings.json", settings)
     write_json(folder / "settings.json", settings)
     if (folder / "meta.json").exists():
         return json.loads((folder / "meta.json").read_text())

@@ -7,8 +7,6 @@ import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-RUN_SETTINGS = "run_settings.json"  # in the folder of a run: what it was begun with
-
 
 @contextlib.contextmanager
 def without_traceback() -> Iterator[None]:
@@ -24,7 +22,8 @@ def refuse_missing_path(name: str) -> None:
     Raises `FileNotFoundError` for what can only be meant as a path and is not there. The libraries
     would look for it on the Hub, where names are `name` or `owner/name`.
     """
-    is_path = name.startswith((".", "/", "~")) or name.count("/") > 1
+    folder, _, rest = name.partition("/")
+    is_path = folder in ("", ".", "..", "~") or "/" in rest or (rest and Path(folder).is_dir())
     if is_path and "://" not in name and not Path(name).exists():
         raise FileNotFoundError(f"There is no file or folder {name}.")
 
@@ -62,7 +61,6 @@ def refuse_changes(place: Path, before: dict, now: dict) -> None:
 
 
 __all__ = [
-    "RUN_SETTINGS",
     "read_json",
     "refuse_changes",
     "refuse_missing_path",

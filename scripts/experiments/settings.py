@@ -10,6 +10,8 @@ from pathlib import Path
 
 import yaml
 
+from .shards import fingerprint
+
 # Fields of `TrainingArguments` that follow from fields of `RunSettings`.
 DERIVED = {
     "output_dir": "output",
@@ -123,6 +125,9 @@ class RunSettings:
                 "document_boundaries part a passage from its copy, so that repeated_rows would do "
                 "nothing: set one of them."
             )
+        for name in ("sequence_length", "tokens_per_step", "steps", "rows_per_device"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be 1 or more, got {getattr(self, name)}.")
         for name in sorted(set(self.trainer) & set(DERIVED)):
             raise ValueError(f"trainer.{name} follows from {DERIVED[name]}: set that instead.")
 
@@ -132,7 +137,8 @@ class RunSettings:
         aside = ("save_", "logging_", "eval_", "dataloader_", "report_to", "disable_", "use_cpu")
         values = dataclasses.asdict(self)
         values["trainer"] = {n: v for n, v in self.trainer.items() if not n.startswith(aside)}
-        return {n: v for n, v in values.items() if n not in (*places, "validation_rows")}
+        values = {n: v for n, v in values.items() if n not in (*places, "validation_rows")}
+        return values | {"data": fingerprint(self.data)}  # wherever they lie
 
     def accumulation_steps(self, num_processes: int) -> int:
         """Forward passes of one step on each process. Raises `ValueError` if they do not add up."""

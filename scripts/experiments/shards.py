@@ -9,11 +9,14 @@ the tokenizer, and `meta.json` (exact counts, settings). Nothing is read before 
 indices are memory-mapped.
 """
 
+import hashlib
 import json
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
+
+from .refusals import read_json
 
 SPLITS = ("train", "validation", "long")
 # Tokens (the end-of-text token included), UTF-8 bytes of the text, and a hash of the text.
@@ -32,6 +35,19 @@ def write_shard(folder: Path, name: str, documents: list[np.ndarray], index: lis
         with unfinished.open("wb") as file:
             array.tofile(file) if suffix == ".bin" else np.save(file, array)
         unfinished.rename(folder / f"{name}{suffix}")
+
+
+def fingerprint(folder: str | Path) -> str | None:
+    """A hash of the tokenizer and the counts of finished data, wherever they lie; else `None`."""
+    folder = Path(folder)
+    if not (folder / "meta.json").exists():
+        return None
+    counts = read_json(folder / "meta.json").get("splits")
+    digest = hashlib.sha256(json.dumps(counts, sort_keys=True).encode())
+    tokenizer = folder / "tokenizer" / "tokenizer.json"
+    if tokenizer.exists():
+        digest.update(tokenizer.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 class Shards:
@@ -87,4 +103,4 @@ class Shards:
         return self.read(*map(int, self.document_starts[index : index + 2]))
 
 
-__all__ = ["DOCUMENT", "SPLITS", "Shards", "token_dtype", "write_shard"]
+__all__ = ["DOCUMENT", "SPLITS", "Shards", "fingerprint", "token_dtype", "write_shard"]

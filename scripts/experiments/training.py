@@ -13,10 +13,10 @@ from benchmarks.training import PEAK_FLOPS, flops_per_token
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import AutoTokenizer, Trainer, TrainerCallback, TrainingArguments, set_seed
 
-from .checkpoints import last_checkpoint
+from .checkpoints import RUN_SETTINGS, last_checkpoint, refuse_other_run
 from .files import write_json
 from .optimizer import build_optimizer
-from .refusals import RUN_SETTINGS, refuse_other_settings, refuse_unknown
+from .refusals import refuse_unknown
 from .rows import Rows, isolate_documents, stack_rows
 from .settings import RunSettings
 from .shards import Shards
@@ -121,11 +121,14 @@ def build_model(settings: RunSettings, tokenizer) -> AtmaForCausalLM:
         "pad_token_id": tokenizer.pad_token_id,
         "max_position_embeddings": settings.sequence_length,
     }
-    unknown = sorted(name for name in settings.model if not hasattr(AtmaConfig, name))
-    if unknown:
-        raise ValueError(f"AtmaConfig has no field {unknown[0]!r} (model.{unknown[0]}).")
+    config = AtmaConfig(**{**from_data, **settings.model})
+    if config.vocab_size < len(tokenizer):
+        raise ValueError(
+            f"model.vocab_size is {config.vocab_size}, the data's tokenizer has {len(tokenizer)} "
+            "tokens: leave it out, or make it larger."
+        )
     set_seed(settings.seed)
-    model = AtmaForCausalLM(AtmaConfig(**{**from_data, **settings.model}))
+    model = AtmaForCausalLM(config)
     if settings.zero_conv_in_proj:
         for module in model.modules():
             if isinstance(module, AtmaShortConv):
@@ -189,11 +192,14 @@ def training_arguments(settings: RunSettings) -> TrainingArguments:
 
 def check_start(settings: RunSettings) -> None:
     """
-    Raises `ValueError` if the folder of the run holds one with other settings, and
-    `FileNotFoundError` if the data are not there.
+    Raises `ValueError` if the folder of the run holds one with other settings or its model cannot
+    be, and `FileNotFoundError` if the data are not there.
     """
-    refuse_other_settings(Path(settings.output) / RUN_SETTINGS, settings.identity())
+    refuse_other_run(settings.output, settings.identity())
     Shards(settings.data, "train")
+    fields = {name for name in dir(AtmaConfig) if not callable(getattr(AtmaConfig, name))}
+    refuse_unknown(settings.model, fields, "AtmaConfig")
+    AtmaConfig(**settings.model)
 
 
 def build_trainer(settings: RunSettings, deadline: float | None = None) -> PretrainingTrainer:
