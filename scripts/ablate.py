@@ -12,6 +12,7 @@ import argparse
 import time
 
 import torch
+from experiments.evaluation_arguments import refuse_evaluation
 from experiments.files import write_json
 from experiments.grid import Scheduler, collect, read_grid, refuse_other_runs
 from experiments.plots import plot_all, report
@@ -55,6 +56,8 @@ def main() -> None:
         refuse_other_runs(grid)  # all of them are in the tables
         for cell in grid:
             check_start(build(RunSettings, cell.run))
+            for arguments_of_cell in cell.evaluations.values():
+                refuse_evaluation(arguments_of_cell, cell.run["data"])
     cells = grid
     if arguments.only:
         if unknown := set(arguments.only) - {cell.name for cell in grid}:
@@ -72,6 +75,7 @@ def main() -> None:
         scheduler = Scheduler(cells, devices, arguments.stop_after, show)
         live.update(status(scheduler.states))
         states = scheduler.run()
+    console.line()
     results = collect(grid)  # those of earlier calls too
     if results:
         folder = cells[0].folder.parent

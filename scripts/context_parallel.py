@@ -37,6 +37,7 @@ from atma.kernels.partial_polar_attention import (
 from atma.kernels.polar_attention import PolarOutput
 from atma.kernels.rms_norm import gated_rms_norm, sigmoid_gate
 from atma.kernels.short_convolution import causal_conv1d, gated_causal_conv1d
+from experiments.refusals import refuse_missing_path, without_traceback
 
 
 def transfer(sends: list[tuple], receives: list[tuple]) -> None:
@@ -253,6 +254,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2**20, help="length (default: %(default)s)")
     parser.add_argument("--compare", action="store_true", help="also read it on one device")
     args = parser.parse_args()
+    if args.model:
+        with without_traceback():
+            refuse_missing_path(args.model)
     if "RANK" not in os.environ:
         parser.error(
             "one process for each device: torchrun --nproc-per-node=2 scripts/context_parallel.py"

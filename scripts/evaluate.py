@@ -25,74 +25,20 @@ from pathlib import Path
 import torch
 from benchmarks.common import conditions
 from experiments.evaluation import Evaluation, EvaluationSettings
+from experiments.evaluation_arguments import evaluation_parser, held_out
 from experiments.files import write_json
-from experiments.needles import TASKS
 from experiments.refusals import (
     read_json,
     refuse_changes,
     refuse_missing_path,
     without_traceback,
 )
-from experiments.shards import Shards, fingerprint
+from experiments.shards import fingerprint
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 MEASURED = ("model", "data", "split", "dtype")  # of a results file, beside its settings
-
-
-def tokens(text: str) -> int:
-    """`2K`, `1M` or a plain number."""
-    units = {"K": 2**10, "M": 2**20}
-    number, unit = text[:-1], text[-1:].upper()
-    return int(number) * units[unit] if unit in units else int(text)
-
-
-def half_life(text: str) -> float | None:
-    return None if text.lower() == "none" else float(text)
-
-
-def parse_arguments() -> argparse.Namespace:
-    defaults = EvaluationSettings()
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-
-    def add(name: str, default, text: str, **options) -> None:
-        parser.add_argument(name, default=default, help=f"{text} (default: {default})", **options)
-
-    parser.add_argument("model", help="folder or Hub repository of a checkpoint")
-    parser.add_argument("--data", required=True, help="folder that prepare_data.py wrote")
-    add("--split", "long", "split that documents and gaps come from")
-    parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
-    add("--lengths", defaults.lengths, "contexts; 2K and 1M are understood", type=tokens, nargs="+")
-    add("--documents", defaults.documents, "long documents for the losses, 0 for none", type=int)
-    add("--min-documents", defaults.min_documents, "of one length, or a shorter one", type=int)
-    add("--scored-tokens", defaults.scored_tokens, "at the end of each document", type=int)
-    add("--tasks", defaults.tasks, "of retrieval", nargs="*", choices=sorted(TASKS))
-    add("--depths", defaults.depths, "where needles stand", type=float, nargs="+")
-    add("--needles", defaults.needles, "at each length and depth, at most", type=int)
-    add("--needle-tokens", defaults.needle_tokens, "limit of needles times length", type=int)
-    add("--generated", defaults.generated, "answers by generate() of each", type=int)
-    add(
-        "--give-up-below", defaults.give_up_below,
-        "share of right answer tokens, 0 to 1, under which longer contexts are left out; 0: never",
-        type=float,
-    )  # fmt: skip
-    add("--tokens-at-once", defaults.tokens_at_once, "rows of a batch times length", type=int)
-    add("--chunk", None, "tokens of one call, 0 for all; by the model if not given", type=int)
-    add("--seed", defaults.seed, "of needles and gaps", type=int)
-    add(
-        "--half-lives", [None], "memory_max_half_life; 'none' leaves the model as it is",
-        type=half_life, nargs="+",
-    )  # fmt: skip
-    add(
-        "--dtype", "bfloat16" if torch.cuda.is_available() else "float32", "of the weights",
-        choices=["float32", "bfloat16", "float16"],
-    )  # fmt: skip
-    add("--device", "cuda" if torch.cuda.is_available() else "cpu", "to run on")
-    parser.add_argument("--stop-after", type=float, help="seconds; the next call does the rest")
-    return parser.parse_args()
 
 
 def model_fingerprint(model: str) -> str | None:
@@ -129,25 +75,20 @@ def parts_of(path: Path, result: dict) -> dict:
 
 
 def main() -> None:
-    arguments = parse_arguments()
+    arguments = evaluation_parser(__doc__).parse_args()
     fields = {name: getattr(arguments, name) for name in vars(EvaluationSettings())}
     result = {name: getattr(arguments, name) for name in MEASURED}
     result |= {"settings": fields, "parts": {}}
     with without_traceback():
         settings = EvaluationSettings(**fields)
         refuse_missing_path(arguments.model)
-        shards = Shards(arguments.data, arguments.split)
+        shards = held_out(arguments.data, arguments.split)
         tokenizer = AutoTokenizer.from_pretrained(arguments.model)
         of_data = AutoTokenizer.from_pretrained(shards.folder / "tokenizer")
         if not of_data.get_vocab().items() <= tokenizer.get_vocab().items():
             raise ValueError(
                 f"{arguments.data} was made with another tokenizer than the model's: prepare it "
                 f"again, with --tokenizer {arguments.model}."
-            )
-        if not shards.num_tokens:
-            raise ValueError(
-                f"The split {arguments.split!r} of {arguments.data} is empty: prepare the data "
-                "with a smaller --long-tokens, or choose another --split."
             )
         result["fingerprints"] = {
             "model": model_fingerprint(arguments.model),

@@ -443,7 +443,7 @@ def test_a_folder_of_another_run_is_refused_before_anything_is_lost(folder):
     shutil.copytree(folder / "data", folder / "moved")
     train(run_settings(folder, "first", steps=2, data=str(folder / "moved")))
     train_tokenizer(["other text"], 400).save_pretrained(folder / "moved" / "tokenizer")
-    with pytest.raises(ValueError, match="settings .data;"):
+    with pytest.raises(ValueError, match="settings .data; "):
         train(run_settings(folder, "first", steps=2, data=str(folder / "moved")))
     (folder / "begun").mkdir()
     shutil.copy(folder / "first" / "run_settings.json", folder / "begun")

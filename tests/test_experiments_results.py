@@ -415,9 +415,10 @@ def test_cells_run_on_every_device_and_go_on_after_a_stop(cells, tmp_path, monke
     assert states["nope-bare"].startswith("failed: ") and states["special"] == "done"
 
 
-def test_tables_hold_the_cells_of_earlier_calls(cells, tmp_path, monkeypatch):
+def test_tables_hold_the_cells_of_earlier_calls(cells, tmp_path, monkeypatch, capsys):
     (tmp_path / "d").mkdir()
-    write_shard(tmp_path / "d", "train-00000", [np.zeros(4, "<u2")], [(4, 4, 0)])
+    for split in ("train-00000", "long-00000"):
+        write_shard(tmp_path / "d", split, [np.zeros(4, "<u2")], [(4, 4, 0)])
     (tmp_path / "d" / "meta.json").write_text('{"dtype": "<u2"}')
     arguments = [str(tmp_path / "grid.yaml"), "--output", str(tmp_path / "out")]
     arguments += ["--data", str(tmp_path / "d"), "--only"]
@@ -429,6 +430,17 @@ def test_tables_hold_the_cells_of_earlier_calls(cells, tmp_path, monkeypatch):
         load_script("ablate").main()
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     assert [result["name"] for result in results] == ["special", "polar-memory"]
+    # What no cell could do in the end is said at its beginning.
+    (tmp_path / "grid.yaml").write_text(json.dumps(GRID | {"evaluation": ["--nedles", "2"]}))
+    with pytest.raises(SystemExit) as refused:
+        load_script("ablate").main()
+    assert refused.value.code == 2 and "--nedles" in capsys.readouterr().err
+    (tmp_path / "grid.yaml").write_text(
+        json.dumps(GRID | {"evaluation": ["--split", "validation"]})
+    )
+    with pytest.raises(SystemExit, match="'validation' of .* is empty"):
+        load_script("ablate").main()
+    (tmp_path / "grid.yaml").write_text(json.dumps(GRID))
     # What was measured with other arguments is not taken for what the grid says now.
     changed = json.dumps(GRID | {"evaluation": ["--lengths", "4K"]})
     write_json(cells[1].done, cells[1].evaluations)

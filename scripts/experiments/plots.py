@@ -202,7 +202,7 @@ def training_table(results: list[dict]) -> str:
         [
             result["name"],
             f"{result['training']['parameters'] / 1e6:.1f}M",
-            f"{result['training']['tokens'] / 1e6:.0f}M",
+            f"{result['training']['tokens'] / 1e6:.3g}M",
             f"{result['training']['loss']:.3f}",
             number(result["training"]["tokens_per_second"], ",.0f"),
             number(result["training"]["mfu"], ".1%"),

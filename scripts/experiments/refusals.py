@@ -48,9 +48,18 @@ def refuse_other_settings(path: Path, settings: dict) -> None:
         refuse_changes(path.parent, read_json(path), settings)
 
 
+def _flat(settings: dict, prefix: str = "") -> dict:
+    """`{"model": {"use_memory": x}}` as `{"model.use_memory": x}`."""
+    flat = {}
+    for name, value in settings.items():
+        inner = isinstance(value, dict) and value
+        flat |= _flat(value, f"{prefix}{name}.") if inner else {f"{prefix}{name}": value}
+    return flat
+
+
 def refuse_changes(place: Path, before: dict, now: dict) -> None:
     """Raises `ValueError` if what stands at `place` was begun with others than the settings now."""
-    before, now = (json.loads(json.dumps(settings)) for settings in (before, now))
+    before, now = (_flat(json.loads(json.dumps(settings))) for settings in (before, now))
     changed = sorted(name for name in before | now if before.get(name) != now.get(name))
     if changed:
         first = changed[0]
