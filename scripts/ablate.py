@@ -53,11 +53,11 @@ def main() -> None:
     arguments = parse_arguments()
     with without_traceback():
         grid = read_grid(arguments.grid, arguments.data, arguments.output)
-        refuse_other_runs(grid)  # all of them are in the tables
         for cell in grid:
             check_start(build(RunSettings, cell.run))
             for arguments_of_cell in cell.evaluations.values():
                 refuse_evaluation(arguments_of_cell, cell.run["data"])
+        refuse_other_runs(grid)  # all of them are in the tables
     cells = grid
     if arguments.only:
         if unknown := set(arguments.only) - {cell.name for cell in grid}:

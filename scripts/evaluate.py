@@ -44,7 +44,8 @@ MEASURED = ("model", "data", "split", "dtype")  # of a results file, beside its 
 def model_fingerprint(model: str) -> str | None:
     """A hash of a local checkpoint's configuration and weights; `None` for one of the Hub."""
     digest = hashlib.sha256()
-    paths = sorted([*Path(model).glob("*.safetensors"), *Path(model).glob("config.json")])
+    patterns = ("*.safetensors", "*.bin", "*config.json")
+    paths = sorted(path for pattern in patterns for path in Path(model).glob(pattern))
     for path in paths:
         with path.open("rb") as file:
             while block := file.read(2**24):
@@ -69,8 +70,15 @@ def parts_of(path: Path, result: dict) -> dict:
     past = now | vars(EvaluationSettings()) | before["settings"]
     past |= {name: before[name] for name in (*MEASURED, "fingerprints") if name in before}
     # Each part is of one task and depth: others may come in.
-    past, now = ({n: v for n, v in x.items() if n not in ("tasks", "depths")} for x in (past, now))
+    aside = {"tasks", "depths"}
+    if all(result["fingerprints"].values()) and "fingerprints" in before:
+        aside |= {"model", "data"}  # the same ones, wherever they lie
+    past, now = ({n: v for n, v in x.items() if n not in aside} for x in (past, now))
     refuse_changes(path, past, now)
+    for name in ("tasks", "depths"):
+        earlier = before["settings"][name]
+        new = [value for value in result["settings"][name] if value not in earlier]
+        result["settings"][name] = [*earlier, *new]
     return before["parts"]
 
 
@@ -100,7 +108,7 @@ def main() -> None:
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
 
     deadline = STARTED + (float("inf") if arguments.stop_after is None else arguments.stop_after)
-    if shards.num_tokens < max(settings.lengths):
+    if settings.tasks and shards.num_tokens < max(settings.lengths):
         print(
             f"The split {arguments.split!r} holds {shards.num_tokens:,} tokens: the gaps of "
             "needles in longer contexts repeat it."

@@ -100,9 +100,12 @@ def main() -> None:
         raise SystemExit("--merge needs --lora-rank: there is nothing to merge without an adapter.")
     begun = {n: value for n, value in vars(arguments).items() if n not in ("output", "merge")}
     begun_with = Path(arguments.output) / RUN_SETTINGS
+    folder = f"{arguments.output}/model"
     with without_traceback():
-        refuse_other_run(arguments.output, begun)
         refuse_missing_path(arguments.model)
+        if Path(folder).resolve() == Path(arguments.model).resolve():
+            raise ValueError(f"{folder} would be overwritten: choose another --output.")
+        refuse_other_run(arguments.output, begun, dropped=["merge"])
         if (Path(arguments.model) / "adapter_config.json").exists():
             raise ValueError(
                 f"{arguments.model} is an adapter, not a model: make it one with --merge, first."
@@ -151,10 +154,17 @@ def main() -> None:
     model.config.use_cache = True  # Trainer switches it off; the saved model wants it
     if arguments.lora_rank and arguments.merge:
         trainer.model = model.merge_and_unload()
-    folder = f"{arguments.output}/model"
+    if not trainer.is_world_process_zero():
+        trainer.save_model(folder)
+        return
+    # A whole model and an adapter in one folder would be taken for the adapter.
+    is_adapter = arguments.lora_rank and not arguments.merge
+    for pattern in ["model*.safetensors*", "config.json"] if is_adapter else ["adapter_*"]:
+        for path in Path(folder).glob(pattern):
+            path.unlink()
     trainer.save_model(folder)
     print(f"Saved to {folder}")
-    if arguments.lora_rank and not arguments.merge:
+    if is_adapter:
         print(
             f"It is an adapter of {arguments.model}: load it with its own tokenizer, as in "
             f"pipeline(..., {folder!r}, tokenizer={folder!r}), or call again with --merge."

@@ -13,7 +13,15 @@ import argparse
 import os
 from pathlib import Path
 
-from experiments.preparation import TEXT_PATTERNS, Records, Split, TextTree, kind_of, prepare
+from experiments.preparation import (
+    TEXT_PATTERNS,
+    Records,
+    Split,
+    TextTree,
+    is_begun,
+    kind_of,
+    prepare,
+)
 from experiments.refusals import refuse_missing_path, without_traceback
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -60,13 +68,13 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def make_tokenizer(arguments: argparse.Namespace, source: TextTree | Records):
-    """The tokenizer of the output folder, made if it is not there."""
+    """The tokenizer of the output folder, made if no text is there in its ids."""
     # The workers need neither. With `atma` imported, the tokenizer of a checkpoint asks nothing.
     import atma  # noqa: F401
     from experiments.tokenizer import load_tokenizer, train_tokenizer
 
     folder = arguments.output / "tokenizer"
-    if (folder / "tokenizer.json").exists():
+    if is_begun(arguments.output) and (folder / "tokenizer.json").exists():
         return load_tokenizer(str(folder))
     if arguments.tokenizer == "train":
         sample = source.sample(arguments.tokenizer_megabytes * 2**20)

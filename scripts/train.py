@@ -41,7 +41,11 @@ def main() -> None:
     with without_traceback():
         settings = load_run(arguments.settings, arguments.set)
         check_start(settings)
-    if train(build_trainer(settings, deadline)) is None:
+    trainer = build_trainer(settings, deadline)
+    finished = train(trainer) is not None
+    if not trainer.is_world_process_zero():
+        return
+    if not finished:
         print(f"Stopped early; the same command goes on from the checkpoint in {settings.output}")
     else:
         print(f"Saved to {settings.output}/model")

@@ -439,6 +439,11 @@ def test_a_folder_of_another_run_is_refused_before_anything_is_lost(folder):
         with pytest.raises(ValueError, match=name):
             train(run_settings(folder, "first", **{"steps": 2} | changes))
     assert (folder / "first" / "result.json").read_bytes() == before
+    # What an earlier version wrote down, which did not know the data, is no other run.
+    begun = folder / "first" / "run_settings.json"
+    settings = json.loads(begun.read_text())
+    begun.write_text(json.dumps({n: v for n, v in settings.items() if n != "data"}))
+    train(run_settings(folder, "first", steps=2))
     # Neither may the data, wherever they lie; but a folder in which nothing was done is free.
     shutil.copytree(folder / "data", folder / "moved")
     train(run_settings(folder, "first", steps=2, data=str(folder / "moved")))

@@ -27,7 +27,7 @@ from experiments.needles import TASKS, Prompts, needle_scores  # noqa: E402
 from experiments.plots import plot_all, report  # noqa: E402
 from experiments.reading import Reader  # noqa: E402
 from experiments.refusals import refuse_missing_path  # noqa: E402
-from experiments.settings import RunSettings, build  # noqa: E402
+from experiments.settings import RunSettings, build, load_run  # noqa: E402
 from experiments.shards import Shards, token_dtype, write_shard  # noqa: E402
 from experiments.tokenizer import train_tokenizer  # noqa: E402
 
@@ -249,6 +249,15 @@ def test_the_evaluation_script_does_what_is_missing(
     monkeypatch.setattr(sys, "argv", [*arguments, "--tasks", "passkey", "induction"])
     script.main()  # another task may come in
     assert capsys.readouterr().out.count("measure induction") == 2
+    monkeypatch.setattr(sys, "argv", [*arguments, "--depths", "0.5"])
+    script.main()  # and another depth
+    assert capsys.readouterr().out.count("measure passkey") == 2
+    both = json.loads((tmp_path / "evaluation.json").read_text())["settings"]
+    assert both["tasks"] == ["passkey", "induction"] and both["depths"] == [0.0, 0.5]
+    shutil.copytree(tmp_path / "model", tmp_path / "moved")
+    monkeypatch.setattr(sys, "argv", [arguments[0], str(tmp_path / "moved"), *arguments[2:]])
+    script.main()  # the same model elsewhere
+    assert "measure" not in capsys.readouterr().out
     for changed, message in (
         (["--seed", "1"], "seed was 0, is 1"),
         (["--split", "train"], "split was 'long', is 'train'"),
@@ -349,6 +358,11 @@ def test_a_grid_is_the_product_of_its_factors(cells, tmp_path):
     (tmp_path / "grid.yaml").write_text(json.dumps(GRID | {"changes": {"stepz": 7}}))
     with pytest.raises(ValueError, match="Cell special .* stepz"):
         grid.read_grid(tmp_path / "grid.yaml")
+
+
+def test_the_runs_of_the_repository_can_be_read():
+    for name in ("tiny", "small", "paper"):
+        load_run(SCRIPTS / "configs" / f"{name}.yaml")
 
 
 @pytest.mark.parametrize("name", ["long_context", "grid"])
@@ -583,6 +597,8 @@ def test_a_checkpoint_is_finetuned(model, tokenizer, tmp_path, monkeypatch, what
         arguments += [str(SCRIPTS / "configs" / "chat_template.jinja")]
     monkeypatch.setattr(sys, "argv", arguments)
     load_script("finetune").main()
+    begun = json.loads((tmp_path / "out" / "run_settings.json").read_text())
+    write_json(tmp_path / "out" / "run_settings.json", begun | {"merge": True})  # once so
     monkeypatch.setattr(sys, "argv", [*arguments, "--learning-rate", "1"])
     with pytest.raises(SystemExit, match="learning_rate was 0.01, is 1.0"):
         load_script("finetune").main()
@@ -590,7 +606,23 @@ def test_a_checkpoint_is_finetuned(model, tokenizer, tmp_path, monkeypatch, what
     name = "model.layers.1.mixer.q_proj.weight"
     assert not torch.equal(tuned.state_dict()[name], model.state_dict()[name])
     assert tuned.config.use_cache
+    monkeypatch.setattr(
+        sys, "argv", ["finetune.py", str(tmp_path / "out" / "model"), *arguments[2:]]
+    )
+    with pytest.raises(SystemExit, match="would be overwritten"):
+        load_script("finetune").main()
     if what != "texts":
+        # An adapter and a merged model take each other's place.
+        kept = [argument for argument in arguments if argument != "--merge"]
+        for asked, found in (
+            (kept, {"adapter_model.safetensors"}),
+            (arguments, {"model.safetensors"}),
+        ):
+            monkeypatch.setattr(sys, "argv", asked)
+            load_script("finetune").main()
+            saved = {path.name for path in (tmp_path / "out" / "model").glob("*.safetensors")}
+            assert saved == found
+        assert not (tmp_path / "out" / "model" / "adapter_config.json").exists()
         write_json(tmp_path / "model" / "adapter_config.json", {})
         monkeypatch.setattr(sys, "argv", arguments)
         with pytest.raises(SystemExit, match="is an adapter"):
@@ -651,7 +683,8 @@ def test_names_of_the_hub_are_no_missing_paths(tmp_path, monkeypatch):
     refuse_missing_path("text.txt")
     for name in ("hf://datasets/owner/name/a.parquet", "owner/corpus.txt"):
         refuse_missing_path(name)
-    for name in ("./gpt2", "/gone", "~/gone", "runs/small/model"):
+    (tmp_path / "runs").mkdir()
+    for name in ("./gpt2", "/gone", "~user/gone", ".gone/x", "runs/small/model", "runs/gone"):
         with pytest.raises(FileNotFoundError, match=name):
             refuse_missing_path(name)
 

@@ -22,13 +22,16 @@ def last_checkpoint(output: str | Path) -> str | None:
     return str(max(found, key=lambda folder: int(folder.name.split("-")[-1]))) if found else None
 
 
-def refuse_other_run(output: str | Path, settings: dict) -> None:
-    """Raises `ValueError` if a run with other settings has left work in its folder `output`."""
+def refuse_other_run(output: str | Path, settings: dict, **options) -> None:
+    """
+    Raises `ValueError` if a run with other settings has left work in its folder `output`. `options`
+    are those of `refuse_other_settings`.
+    """
     output = Path(output)
     if last_checkpoint(output) or any(
         (output / name).exists() for name in ("model", "result.json")
     ):
-        refuse_other_settings(output / RUN_SETTINGS, settings)
+        refuse_other_settings(output / RUN_SETTINGS, settings, **options)
 
 
 __all__ = ["RUN_SETTINGS", "last_checkpoint", "refuse_other_run"]

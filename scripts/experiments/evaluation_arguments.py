@@ -89,6 +89,7 @@ def refuse_evaluation(arguments: Sequence[str], data: str) -> None:
     `ValueError` if the data have nothing to measure on, `FileNotFoundError` if they are not there.
     """
     parsed = evaluation_parser().parse_args(["model", "--data", data, "--output", "o", *arguments])
+    EvaluationSettings(**{name: getattr(parsed, name) for name in vars(EvaluationSettings())})
     held_out(parsed.data, parsed.split)
 
 

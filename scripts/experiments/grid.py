@@ -49,8 +49,16 @@ class Cell:
 
     @property
     def done(self) -> Path:
-        """Says that all commands of the cell came to their end."""
+        """Says that all commands of the cell came to their end, and holds its evaluations."""
         return self.folder / "done"
+
+    @property
+    def is_done(self) -> bool:
+        """In the way that the grid says now; earlier versions wrote down nothing."""
+        if not self.done.exists():
+            return False
+        measured = self.done.read_text()
+        return not measured or json.loads(measured) == json.loads(json.dumps(self.evaluations))
 
 
 def read_grid(path: str | Path, data: str | None = None, output: str | None = None) -> list[Cell]:
@@ -108,14 +116,16 @@ def read_grid(path: str | Path, data: str | None = None, output: str | None = No
 
 
 def refuse_other_runs(cells: Sequence[Cell]) -> None:
-    """Raises `ValueError` if a cell was run or measured in another way than the grid says."""
+    """
+    Raises `ValueError` if a cell was run with other settings, or was measured with other arguments
+    than the grid has now and its model lies elsewhere: measuring would train it again.
+    """
     for cell in cells:
-        refuse_other_run(cell.folder, build(RunSettings, cell.run).identity())
-        measured = cell.done.read_text() if cell.done.exists() else ""
-        if measured and json.loads(measured) != json.loads(json.dumps(cell.evaluations)):
+        refuse_other_run(cell.folder, build(RunSettings, cell.run).identity(), later=["data"])
+        if cell.done.exists() and not cell.is_done and not cell.is_trained:
             raise ValueError(
-                f"{cell.folder} was measured with other arguments of evaluate.py: delete the files "
-                "done and evaluation*.json there to measure anew, or choose another output."
+                f"{cell.folder} was measured with other arguments of evaluate.py, and its model "
+                "lies elsewhere: put it back there, or choose another output."
             )
 
 
@@ -141,8 +151,8 @@ class Scheduler:
         self.cells, self.devices, self.on_change = list(cells), list(devices), on_change
         refuse_other_runs(self.cells)
         self.deadline = time.monotonic() + (stop_after or float("inf"))
-        self.states = {c.name: "done" if c.done.exists() else "waiting" for c in self.cells}
-        self._waiting = [cell for cell in self.cells if not cell.done.exists()]
+        self.states = {c.name: "done" if c.is_done else "waiting" for c in self.cells}
+        self._waiting = [cell for cell in self.cells if not cell.is_done]
         self._lock = threading.Lock()
         self._children: set[subprocess.Popen] = set()
 

@@ -198,11 +198,14 @@ def training_table(results: list[dict]) -> str:
     def number(value, form: str) -> str:
         return "" if value is None else format(value, form)
 
+    def millions(count: int) -> str:
+        return f"{count / 1e6:,.0f}M" if count >= 1e7 else f"{count / 1e6:.2f}M"
+
     rows = [
         [
             result["name"],
             f"{result['training']['parameters'] / 1e6:.1f}M",
-            f"{result['training']['tokens'] / 1e6:.3g}M",
+            millions(result["training"]["tokens"]),
             f"{result['training']['loss']:.3f}",
             number(result["training"]["tokens_per_second"], ",.0f"),
             number(result["training"]["mfu"], ".1%"),

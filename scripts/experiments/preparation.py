@@ -219,6 +219,11 @@ def _encode_block(number: int, block: list[Path] | list[str]) -> dict[str, list[
     return counts
 
 
+def is_begun(folder: Path) -> bool:
+    """Whether text is in the folder already, in the ids of its tokenizer."""
+    return (folder / "progress.jsonl").exists() or (folder / "meta.json").exists()
+
+
 def prepare(
     source: TextTree | Records,
     folder: Path,
@@ -238,8 +243,9 @@ def prepare(
     `ValueError` if the folder was begun with other `settings`, or no training text was found.
     """
     settings = {**settings, **asdict(split), "block_bytes": block_bytes, "max_tokens": max_tokens}
-    if (folder / "progress.jsonl").exists():
-        refuse_other_settings(folder / "settings.json", settings)
+    if is_begun(folder):
+        later = ("vocab_size", "tokenizer_megabytes")
+        refuse_other_settings(folder / "settings.json", settings, later)
     write_json(folder / "settings.json", settings)
     if (folder / "meta.json").exists():
         return json.loads((folder / "meta.json").read_text())
@@ -319,4 +325,4 @@ def add_counts(totals: dict, counts: dict) -> None:
         totals[name] = [a + b for a, b in zip(totals[name], counts[name], strict=True)]
 
 
-__all__ = ["TEXT_PATTERNS", "Records", "Split", "TextTree", "kind_of", "prepare"]
+__all__ = ["TEXT_PATTERNS", "Records", "Split", "TextTree", "is_begun", "kind_of", "prepare"]

@@ -23,9 +23,11 @@ def refuse_missing_path(name: str) -> None:
     would look for it on the Hub, where names are `name` or `owner/name`.
     """
     folder, _, rest = name.partition("/")
-    is_path = folder in ("", ".", "..", "~") or "/" in rest or (rest and Path(folder).is_dir())
-    if is_path and "://" not in name and not Path(name).exists():
-        raise FileNotFoundError(f"There is no file or folder {name}.")
+    is_path = not folder or folder.startswith((".", "~")) or "/" in rest
+    beside = rest and Path(folder).is_dir()
+    if (is_path or beside) and "://" not in name and not Path(name).exists():
+        hint = "" if is_path else f" (for a Hub repository, call from where no folder is {folder})"
+        raise FileNotFoundError(f"There is no file or folder {name}{hint}.")
 
 
 def refuse_unknown(names: Iterable[str], known: Iterable[str], what: str) -> None:
@@ -42,17 +44,24 @@ def read_json(path: Path):
         raise ValueError(f"{path} is no JSON file: {error}.") from error
 
 
-def refuse_other_settings(path: Path, settings: dict) -> None:
-    """Raises `ValueError` if a folder was begun with other settings: those of its file `path`."""
+def refuse_other_settings(
+    path: Path, settings: dict, later: Iterable[str] = (), dropped: Iterable[str] = ()
+) -> None:
+    """
+    Raises `ValueError` if a folder was begun with other settings: those of its file `path`. Files
+    of earlier versions may lack the names `later`, and have the names `dropped`.
+    """
     if path.exists():
-        refuse_changes(path.parent, read_json(path), settings)
+        before = {name: value for name, value in read_json(path).items() if name not in dropped}
+        unknown = {name: settings[name] for name in later if name in settings}
+        refuse_changes(path.parent, unknown | before, settings)
 
 
 def _flat(settings: dict, prefix: str = "") -> dict:
     """`{"model": {"use_memory": x}}` as `{"model.use_memory": x}`."""
     flat = {}
     for name, value in settings.items():
-        inner = isinstance(value, dict) and value
+        inner = isinstance(value, dict)
         flat |= _flat(value, f"{prefix}{name}.") if inner else {f"{prefix}{name}": value}
     return flat
 

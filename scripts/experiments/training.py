@@ -10,6 +10,7 @@ import torch
 from atma import AtmaConfig, AtmaForCausalLM
 from atma.modeling_atma import AtmaShortConv
 from benchmarks.training import PEAK_FLOPS, flops_per_token
+from huggingface_hub.errors import StrictDataclassError
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import AutoTokenizer, Trainer, TrainerCallback, TrainingArguments, set_seed
 
@@ -195,11 +196,15 @@ def check_start(settings: RunSettings) -> None:
     Raises `ValueError` if the folder of the run holds one with other settings or its model cannot
     be, and `FileNotFoundError` if the data are not there.
     """
-    refuse_other_run(settings.output, settings.identity())
     Shards(settings.data, "train")
-    fields = {name for name in dir(AtmaConfig) if not callable(getattr(AtmaConfig, name))}
+    refuse_other_run(settings.output, settings.identity(), later=["data"])
+    names = [name for name in dir(AtmaConfig) if not name.startswith("_")]
+    fields = [name for name in names if not callable(getattr(AtmaConfig, name))]
     refuse_unknown(settings.model, fields, "AtmaConfig")
-    AtmaConfig(**settings.model)
+    try:
+        AtmaConfig(**settings.model)
+    except StrictDataclassError as error:  # of another type
+        raise ValueError(f"{error}") from error
 
 
 def build_trainer(settings: RunSettings, deadline: float | None = None) -> PretrainingTrainer:
