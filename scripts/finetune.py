@@ -154,15 +154,15 @@ def main() -> None:
     model.config.use_cache = True  # Trainer switches it off; the saved model wants it
     if arguments.lora_rank and arguments.merge:
         trainer.model = model.merge_and_unload()
-    if not trainer.is_world_process_zero():
-        trainer.save_model(folder)
-        return
-    # A whole model and an adapter in one folder would be taken for the adapter.
     is_adapter = arguments.lora_rank and not arguments.merge
-    for pattern in ["model*.safetensors*", "config.json"] if is_adapter else ["adapter_*"]:
-        for path in Path(folder).glob(pattern):
-            path.unlink()
+    if trainer.is_world_process_zero():
+        # A whole model and an adapter in one folder would be taken for the adapter.
+        for pattern in ["model*.safetensors*", "config.json"] if is_adapter else ["adapter_*"]:
+            for path in Path(folder).glob(pattern):
+                path.unlink()
     trainer.save_model(folder)
+    if not trainer.is_world_process_zero():
+        return
     print(f"Saved to {folder}")
     if is_adapter:
         print(

@@ -93,7 +93,7 @@ def plot_by_length(
     figure, axes = _axes((9, 4.5))
     limits = half_lives_of({"rows": [row for result in results for row in result["rows"]]})
     styles = dict(zip(limits, itertools.cycle(["-", "--", ":", "-."])))
-    values = []
+    values: list[float] = []
     for result, color in zip(results, itertools.cycle(_colors())):
         for name, rows in curves([result], measure):
             x, y = [row["length"] for row in rows], [row[key] for row in rows]
@@ -103,17 +103,16 @@ def plot_by_length(
     trained = {result["run"].get("sequence_length") for result in results if "run" in result}
     _length_axis(axes, lengths_of(results, measure), trained.pop() if len(trained) == 1 else None)
     axes.set(title=title, ylabel=label)
+    finite = [value for value in values if math.isfinite(value)]
     if key in ("accuracy", "exact_match"):
         axes.set_ylim(-0.03, 1.03)
-    elif all(math.isnan(value) or value > 0 for value in values):
-        finite = [value for value in values if math.isfinite(value)]
-        if finite:
-            axes.set_yscale("log")
-            axes.set_ylabel(f"{label} (logarithmic)")
-            axes.grid(which="both", alpha=0.25)
-            axes.yaxis.set_major_formatter("{x:g}")
-            narrow = max(finite) < 10 * min(finite)
-            axes.yaxis.set_minor_formatter("{x:g}" if narrow else NullFormatter())
+    elif finite and min(finite) > 0:
+        axes.set_yscale("log")
+        axes.set_ylabel(f"{label} (logarithmic)")
+        axes.grid(which="both", alpha=0.25)
+        axes.yaxis.set_major_formatter("{x:g}")
+        narrow = max(finite) < 10 * min(finite)
+        axes.yaxis.set_minor_formatter("{x:g}" if narrow else NullFormatter())
     columns = 1 + len(axes.lines) // 25
     figure.legend(fontsize=8, frameon=False, loc="outside right center", ncols=columns)
     figure.savefig(path, dpi=150)
